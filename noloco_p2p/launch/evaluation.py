@@ -156,15 +156,14 @@ def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer)
 
     An end of text precedes the first token. Raises ConfigError, LocalError.
     """
-    size, length = manifest.microbatch_size, manifest.sequence_length
+    size, length = manifest.microbatch_size * manifest.sequence_length, manifest.sequence_length
     waiting = np.full(1, tokenizer.eos, np.int32)
     for _, path in sorted(corpora.matching_files(files).items()):
         for document in hub_corpora.documents_of(path, tokenizer):  # the last id of each is the end of text
             waiting = np.concatenate([waiting, document.ids])
-            whole = (len(waiting) - 1) // (size * length) * size * length
-            for at in range(0, whole, size * length):
-                yield _batch(waiting[at : at + size * length + 1], length)
-            waiting = waiting[whole:]
+            while len(waiting) > size:
+                yield _batch(waiting[: size + 1], length)
+                waiting = waiting[size:]
     if len(waiting) > 1:
         yield _batch(waiting, length)
 

@@ -121,10 +121,13 @@ def test_all_tokens_of_files_are_evaluated(tmp_path: Path) -> None:
     assert figures["merged"]["bits_per_byte"] == pytest.approx(nats / log(2) / size, rel=1e-6)
     part = run_eval(out, (str(tmp_path / "*.txt"),), held_out=False, microbatches=2, device="cpu")
     assert part["tokens"] == 2 * 2 * 16
+    (tmp_path / "2.txt").touch()
+    assert run_eval(out, (str(tmp_path / "*.txt"),), held_out=False, microbatches=None, device="cpu") == figures
     none = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
     pyarrow.parquet.write_table(none, tmp_path / "none.parquet")
-    with pytest.raises(ConfigError, match=r"none\.parquet: no text to evaluate on"):
-        run_eval(out, (str(tmp_path / "none.parquet"),), held_out=False, microbatches=None, device="cpu")
+    for name in ("none.parquet", "2.txt"):
+        with pytest.raises(ConfigError, match=f"{name}: no text to evaluate on"):
+            run_eval(out, (str(tmp_path / name),), held_out=False, microbatches=None, device="cpu")
 
 
 def test_only_the_held_out_part_of_files_is_evaluated(tmp_path: Path) -> None:

@@ -178,14 +178,13 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
     except OSError as error:
         raise LocalError(f"cannot read {error.filename}: {error.strerror}") from error
     length = max(PIECE_BYTES, -(-sum(sizes.values()) // MAX_PIECES))
-    names = [name for name in sorted(found) if sizes[name]]
-    chosen = {name for name in names if zlib.crc32(os.fsencode(name)) % HELD_OUT_EVERY == 0}
-    pieces = {name: _pieces(found[name], sizes[name], length) for name in names}
-    if chosen and len(chosen) < len(names):
-        train = [piece for name in names if name not in chosen for piece in pieces[name]]
-        held_out = [piece for name in names if name in chosen for piece in pieces[name]]
+    parts = {name: pieces(found[name], sizes[name], length) for name in sorted(found) if sizes[name]}
+    chosen = {name for name in parts if zlib.crc32(os.fsencode(name)) % HELD_OUT_EVERY == 0}
+    if chosen and len(chosen) < len(parts):
+        train = [piece for name, mine in parts.items() if name not in chosen for piece in mine]
+        held_out = [piece for name, mine in parts.items() if name in chosen for piece in mine]
     else:
-        every = [piece for name in names for piece in pieces[name]]
+        every = [piece for mine in parts.values() for piece in mine]
         train = [piece for i, piece in enumerate(every) if i % HELD_OUT_EVERY]
         held_out = every[::HELD_OUT_EVERY]
     if not train or not held_out:
@@ -193,5 +192,6 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
     return FileCorpus(train, held_out, tokenizer)
 
 
-def _pieces(path: Path, size: int, length: int) -> list[FileSpan]:
+def pieces(path: Path, size: int, length: int) -> list[FileSpan]:
+    """The bytes of a file of `size` bytes, in pieces of `length`; an empty file has none."""
     return [FileSpan(path, at, min(at + length, size), at + length >= size) for at in range(0, size, length)]

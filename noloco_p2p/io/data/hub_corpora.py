@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from noloco_p2p.config import DataSettings
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data import corpora
-from noloco_p2p.io.data.corpora import EMPTY, FileCorpus, FileSpan, TakeDocument, TokenizedDocument
+from noloco_p2p.io.data.corpora import EMPTY, FileCorpus, TakeDocument, TokenizedDocument
 from noloco_p2p.io.data.tokenizers import Tokenizer
 
 LAYOUTS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -89,11 +89,12 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[Row], TokenizedDocument]:
 
 
 def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument]:
-    """All text of one file, as documents. Raises LocalError."""
+    """All text of one file, as documents; an empty file has none. Raises LocalError."""
     if not is_plain_text(path):
         return StreamCorpus(_local([str(path)], ["text"]), None, _encoder(tokenizer), [str(path)]).everything()
     with corpora.failing_as_local_error(str(path)):
-        return FileCorpus([], [FileSpan(path, 0, path.stat().st_size, True)], tokenizer).held_out()
+        size = path.stat().st_size
+        return FileCorpus([], corpora.pieces(path, size, size or 1), tokenizer).held_out()
 
 
 def is_plain_text(path: Path) -> bool:
