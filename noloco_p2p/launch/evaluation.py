@@ -78,14 +78,15 @@ def run_generate(
 ) -> Iterator[str]:
     """The merged model's continuation of `prompt`, in pieces: at most `tokens` ids, fewer if it ends the text.
 
-    `chat`: its answer to `prompt` under the chat template. Raises ConfigError.
+    `chat`: its answer to `prompt` under the chat template. Raises ConfigError, LocalError.
     """
     manifest, _ = read_record(out)
     silence_transformers()
     tokenizer = exported_tokenizer(manifest, out)
     decode = load_decoder(out)
     # A command line may contain bytes that are not UTF-8. They are used as they are.
-    given = chat_ids(out, prompt) if chat else tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist()
+    with corpora.failing_as_local_error("the prompt", "encoded"):
+        given = chat_ids(out, prompt) if chat else tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist()
     given = given or [tokenizer.eos]
     if max(given) >= int(str(manifest.model.config["vocab_size"])):
         raise ConfigError(f"{out}: the chat template uses tokens that the model does not know")

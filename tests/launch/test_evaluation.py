@@ -241,6 +241,16 @@ def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixtur
         generated(out, "3+4", chat=True, **options)
 
 
+def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path: Path) -> None:
+    """A token that was added to the tokenizer, beyond the model's vocabulary, was a traceback."""
+    out, _ = exported_with_tokenizer(tmp_path)
+    changed = AutoTokenizer.from_pretrained(out)
+    changed.add_tokens([f"<{number}>" for number in range(384 - len(changed) + 1)])
+    changed.save_pretrained(out)
+    with pytest.raises(LocalError, match=r"^the prompt cannot be encoded: .* id 384, but the model's vocab_size is 384"):
+        generated(out, "<126>", tokens=1, temperature=0, seed=0, device="cpu")
+
+
 def test_a_chat_prompt_is_the_template_alone(tmp_path: Path) -> None:
     """ByT5's tokenizer would end it with its token for the end of a text."""
     write_tokenizer(None, tmp_path)
