@@ -127,8 +127,7 @@ def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Callable
 
 def _figures(loss: float, bits_per_nat: float | None) -> dict[str, float | None]:
     """The figures for a loss in nats per token. A perplexity beyond the range of a float is None."""
-    bits_per_byte = loss * bits_per_nat if bits_per_nat else None
-    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
+    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_nat and loss * bits_per_nat}
 
 
 def _batches(
@@ -179,7 +178,10 @@ def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int
     if not (out / TOKENIZER).exists():
         return None
     rows = [row for batch in batches for row in np.frombuffer(batch.targets.data, "<i4").reshape(batch.targets.shape)]
+    heads = [one for batch in batches for one in np.frombuffer(batch.inputs.data, "<i4")[:: batch.inputs.shape[1]]]
     if manifest.data.tokenizer == "bytes" and manifest.data.kind != "parquet":
         return sum(int(((row >= BYTE_OFFSET) & (row < BYTE_OFFSET + 256)).sum()) for row in rows)
     decode = load_decoder(out)
-    return sum(len(decode([int(one) for one in row if one != IGNORED_TARGET]).encode()) for row in rows)
+    # With the id before them: a character may begin in it, and decoders drop a space at the beginning of a text.
+    texts = ([int(one) for one in (head, *row) if one != IGNORED_TARGET] for head, row in zip(heads, rows, strict=True))
+    return sum(len(decode(ids).encode()) - len(decode(ids[:1]).encode()) for ids in texts)

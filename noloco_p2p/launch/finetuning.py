@@ -76,9 +76,8 @@ def run_finetune(
     loaded, tokenizer = exported_model.ExportedModel.load(model, device), exported_model.tokenizer_in(model)
     before = _held_out_loss(loaded, held, recipe.batch_size)
     _train(loaded, _batches(trained, recipe), steps, inner, say)
-    after = _held_out_loss(loaded, held, recipe.batch_size)
     figures: dict[str, Any] = {"steps": steps, "examples": len(trained), "too_long": too_long}
-    figures |= {"held_out_before": before, "held_out_loss": after}
+    figures |= {"held_out_before": before, "held_out_loss": _held_out_loss(loaded, held, recipe.batch_size)}
     with export.replaced(out) as fresh:
         exported_model.save(loaded.causal, fresh)
         exported_model.save(tokenizer, fresh)
