@@ -141,22 +141,21 @@ def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
 def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
     """Name → path of the files that the globs match. Raises ConfigError for a glob that matches none.
 
-    A file is named by its path relative to the part of the glob without wildcards. A "+" is appended if a file of an
-    earlier glob already has that name.
+    A file is named by its path relative to the part of the first glob that matches it without wildcards. A "+" is
+    appended if a file of an earlier glob already has that name.
     """
     if not patterns:
         raise ConfigError("this kind of data needs data_files (files or globs), or data.dataset for a hub data set")
     found: dict[str, Path] = {}
     for pattern in patterns:
-        expanded = os.path.expanduser(pattern)
-        named = os.path.isfile(expanded)  # even if its name looks like a glob
+        named = os.path.expanduser(pattern)
+        expanded = glob.escape(named) if os.path.isfile(named) else named  # a file's name may look like a glob
         parts = Path(expanded).parts
-        wild = (i for i, part in enumerate(parts) if glob.has_magic(ESCAPED.sub("", part)) and not named)
+        wild = (i for i, part in enumerate(parts) if glob.has_magic(ESCAPED.sub("", part)))
         fixed = next(wild, len(parts) - 1)
-        matches = [expanded] if named else glob.glob(expanded, recursive=True)
-        paths = [Path(name) for name in matches if os.path.isfile(name)]
+        paths = [Path(name) for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
         if not paths:
-            if os.path.isdir(expanded):
+            if os.path.isdir(named):
                 raise ConfigError(f"{pattern} is a directory: name its files, for example {pattern.rstrip('/')}/*")
             raise ConfigError(f"no data file matches {pattern}")
         for path in paths:
@@ -164,7 +163,8 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
             while name in found and not found[name].samefile(path):
                 name += "+"
             found[name] = path
-    return found
+    first = {os.path.abspath(path): name for name, path in reversed(found.items())}
+    return {name: path for name, path in found.items() if first[os.path.abspath(path)] == name}
 
 
 def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:

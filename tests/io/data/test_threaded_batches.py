@@ -223,6 +223,15 @@ def test_files_of_equal_names_in_several_folders_are_all_read(tmp_path: Path) ->
     assert next(iter(found)) == "x.txt"
 
 
+def test_a_file_that_two_globs_match_is_read_once(tmp_path: Path) -> None:
+    """It had two names, `sub/x.txt` and `x.txt`, of which one could be held out and the other trained on."""
+    (tmp_path / "sub").mkdir()
+    for name in ("x.txt", "sub/x.txt", "sub/y.txt"):
+        (tmp_path / name).touch()
+    found = corpora.matching_files((f"{tmp_path}/**/*.txt", f"{tmp_path}/sub/*.txt", f"{tmp_path}/sub/../sub/y.txt"))
+    assert sorted(found) == ["sub/x.txt", "sub/y.txt", "x.txt"]
+
+
 def test_a_file_may_be_named_like_a_glob(tmp_path: Path) -> None:
     (tmp_path / "[v1]").mkdir()
     path = tmp_path / "[v1]" / "a?.txt"
