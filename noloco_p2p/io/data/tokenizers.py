@@ -61,8 +61,10 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
     from transformers import AutoTokenizer  # here, because importing it takes a second
 
     source = name if directory is None else directory
+    how = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False, "verbose": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        returned = tokenizer.decode(tokenizer(PROBE, **how)["input_ids"])
     except Exception as error:  # `tokenizers` raises nothing more specific for a file of another version
         raise ConfigError(f"tokenizer {source} cannot be loaded: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
@@ -75,13 +77,11 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
     def encode(text: bytes) -> Ids:
         """The ids of the text taken literally: what looks like a special token is encoded as text."""
         decoded = text.decode("utf-8", errors="ignore")
-        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-        ids = np.asarray(tokenizer(decoded, verbose=False, **options)["input_ids"], np.int32)
+        ids = np.asarray(tokenizer(decoded, **how)["input_ids"], np.int32)
         if ids.size and ids.max() >= vocabulary:
             raise ValueError(f"the tokenizer returned id {ids.max()}, but the model's vocab_size is {vocabulary}")
         return ids
 
-    returned = tokenizer.decode(encode(PROBE.encode()).tolist())
     if "".join(returned.lower().split()) != "".join(PROBE.lower().split()):
         raise ConfigError(f"tokenizer {source} turns {PROBE!r} into {returned!r}: its files are empty or do not match")
     return Tokenizer(int(tokenizer.eos_token_id), encode)

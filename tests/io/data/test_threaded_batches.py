@@ -411,6 +411,10 @@ def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
     newer.write_text(newer.read_text().replace('"version": "1.0"', '"version": "2.0"'))
     with pytest.raises(ConfigError, match="cannot be loaded: Unknown tokenizer version"):
         tokenizers.load_tokenizer("some/name", str(newer.parent), 384)
+    damaged = Path(save_tokenizer(tmp_path / "damaged", letters), "tokenizer_config.json")
+    damaged.write_text(json.dumps(json.loads(damaged.read_text()) | {"model_max_length": "long"}))
+    with pytest.raises(ConfigError, match=r"cannot be loaded: '>' not supported"):  # it was a TypeError
+        tokenizers.load_tokenizer("some/name", str(damaged.parent), 384)
     empty = save_tokenizer(tmp_path / "empty", {"<eos>": 0})
     with pytest.raises(ConfigError, match="its files are empty or do not match"):
         tokenizers.load_tokenizer("some/name", empty, 384)
