@@ -117,7 +117,7 @@ def test_members_train_and_refused_nodes_learn_what_to_do(tmp_path: Path) -> Non
             assert not (home / "revoked").exists()
         printed = said(nodes, "revoke", endpoints.peer_id, "--dir", str(first.dir))
         assert "1 revoked in total" in printed
-        assert "was revoked: ask for a new invitation" in refused(again)
+        assert "this node was revoked: to take part again, it needs another --dir" in refused(again)
         assert "was revoked" in refused(nodes.start("--join", words[2], own_dir="invited"))
 
 

@@ -48,11 +48,8 @@ def public_key_of(peer_id: str) -> bytes | None:
 
 def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
     """Whether the holder of `peer_id` signed `message`. False for malformed ids and signatures."""
-    public_key = public_key_of(peer_id)
-    if public_key is None:
-        return False
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+        Ed25519PublicKey.from_public_bytes(public_key_of(peer_id) or b"").verify(signature, message)
     except (InvalidSignature, ValueError):
         return False
     return True

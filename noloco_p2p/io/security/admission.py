@@ -50,7 +50,7 @@ class Issuer:
         if the request is malformed."""
         asked = _parsed(request)
         if self.revoked.names(caller):
-            raise Declined("this peer was revoked")
+            raise Declined("the caller was revoked")
         role: Role = "observer" if asked.get("role") == "observer" else "member"
         if "certificate" in asked:
             held = self.trust.membership(asked["certificate"].encode())

@@ -162,12 +162,15 @@ async def keep(
 ) -> None:
     """Keep looking for newer lists, in the file and at the peers that are `ahead`.
 
-    Ends only with a LocalError, when one of `mine`, the peers that this node's certificate depends on, is revoked.
+    Ends only with a LocalError, when one of `mine`, this node and the one that issued its certificate, is revoked.
     """
     lately = deque[PeerId](maxlen=REMEMBERED)
     while True:
-        if revocations.names(*mine()):
-            raise LocalError("this node, or the node that admitted it, was revoked: ask for a new invitation")
+        own = mine()
+        if revocations.names(*own[:1]):
+            raise LocalError("this node was revoked: to take part again, it needs another --dir and a new invitation")
+        if revocations.names(*own):
+            raise LocalError("the node that admitted this one was revoked: ask for a new invitation")
         # The disk may be full, or the daemon dead until it is restarted.
         try:
             revocations.look()

@@ -407,6 +407,20 @@ def test_peers_that_claim_a_newer_list_in_vain_are_asked_last(tmp_path: Path, mo
     assert sorted(asked, key=str) == sorted(ahead, key=str), "each of them once"
 
 
+@pytest.mark.parametrize(
+    ("revoked", "advice"),
+    [(0, "^this node was revoked: .* another --dir"), (1, "that admitted this one .* new invitation$")],
+)
+def test_an_expelled_node_is_told_what_would_help(revoked: int, advice: str, tmp_path: Path) -> None:
+    """A node that was itself on the list was told to ask for another invitation, with which it ended the same way."""
+    club = Club(tmp_path)
+    mine = [peer_id_of(bytes([number] * 32)) for number in range(2)]
+    held = Revocations(club.trust)
+    held.adopt(club.revoking(1, mine[revoked]))
+    with pytest.raises(LocalError, match=advice):
+        asyncio.run(revocations.keep(cast(Libp2pDaemon, None), held, list, lambda: mine))
+
+
 def test_a_list_spreads_by_adverts_and_reaches_newcomers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revocations, "LOOK_S", 0.1)
 
@@ -432,7 +446,7 @@ def test_a_list_spreads_by_adverts_and_reaches_newcomers(tmp_path: Path, monkeyp
                 assert (seen[c.me].state, seen[c.me].step) == ("left", 0.0)
                 assert seen[a.me].state == "training"
                 done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
-                with pytest.raises(LocalError, match="was revoked: ask for a new invitation"):
+                with pytest.raises(LocalError, match="^this node was revoked: .* needs another --dir"):
                     done.pop().result()
                 assert keeping[2].done()
                 late = Revocations(club.trust)
