@@ -65,7 +65,9 @@ def revoke_peers(
     key: KeyFile = None,
 ) -> None:
     """Expel peers from a members-only run, with all whose certificates they issued. Their calls end within a minute."""
-    from noloco_p2p.launch import run_key
+    from noloco_p2p.launch import node_probe, run_key
 
     made = run_key.revoke(dir, key, peers)
-    print(f"{len(made.peers)} revoked in total (list {made.number}); the node in {dir} tells the others")
+    runs = node_probe.in_use(next(node_probe.node_dirs(dir), dir))
+    told = f"the node in {dir} tells the others" if runs else f"start the node in {dir}: nobody else knows it yet"
+    print(f"{len(made.peers)} revoked in total (list {made.number}); {told}")

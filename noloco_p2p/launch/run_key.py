@@ -129,15 +129,18 @@ def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyLis
 def _members_run(directory: Path) -> tuple[Path, RunManifest]:
     """(directory of a node, manifest of its members-only run). For a swarm's directory, the node is its first one.
 
-    Raises ConfigError if there is no node, or if its run is open.
+    Raises ConfigError if there is no node, if its run is open, or if the node was revoked, as far as it knows.
     """
     is_swarm = homes.kind_of(directory) is homes.Home.SWARM
     node_dir = next(node_probe.node_dirs(directory), directory) if is_swarm else directory
     manifest = run_files.stored_manifest(node_dir)
     if manifest is None:
         raise ConfigError(f"no node has run in {node_dir}: give --dir the directory of a node of the run")
-    if manifest.security.root_key is None:
+    if (trust := trust_in(manifest)) is None:
         raise ConfigError(f"the run of {node_dir} is open: anybody can join it, and nobody can be expelled")
+    _, own = _certified(node_dir, trust) or (b"", None)
+    if own is not None and Revocations(trust, node_dir / REVOKED).names(own.peer_id, own.issuer):
+        raise ConfigError(f"the node of {node_dir} was revoked: give --dir the directory of another node of the run")
     return node_dir, manifest
 
 

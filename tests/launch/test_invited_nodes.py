@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, settings
 
-from noloco_p2p.cli.admit import new_key
+from noloco_p2p.cli.admit import new_key, revoke_peers
 from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht import reach
+from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
+from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.invitations import Invitation
 from noloco_p2p.io.security.revocations import DenyList, Revocations
 from noloco_p2p.launch import node_probe, run_files, run_key
@@ -322,6 +324,47 @@ def test_a_list_that_the_node_replaces_at_the_same_time_is_made_again(
     assert trust is not None
     assert Revocations(trust, tmp_path / "revoked").held == made
     assert made.peers == (first, second)
+
+
+@pytest.mark.parametrize("expelled", ["the node", "its issuer"])
+def test_the_directory_of_an_expelled_node_can_neither_invite_nor_revoke(expelled: str, tmp_path: Path) -> None:
+    """Its invitation led to a node that ends as it starts, and nobody ever read the list of revoked peers there."""
+    run = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
+    root, trust = run_key.read(tmp_path / "root.key"), run_key.trust_in(run)
+    assert trust is not None
+    node, door = (Identity.open(tmp_path / name / KEY) for name in ("node", "door"))
+    home = tmp_path / "node"
+    run_files.store_manifest(home, run)
+    certificate = certificates.issuer_certificate(root, trust, door.peer_id, dht_time())
+    chain = certificates.member_chain(certificate, door.key, trust, node.peer_id, "member", dht_time())
+    (home / run_key.CERTIFICATE).write_bytes(chain)
+    gone = node if expelled == "the node" else door
+    (home / run_key.REVOKED).write_bytes(DenyList.make(root, run.run_id, 1, [gone.peer_id]).signed)
+    for ask in (
+        lambda: run_key.invite(home, None, uses=1, seconds=HOUR_S, stage=None),
+        lambda: run_key.revoke(home, None, [peer_id_of(bytes(32))]),
+    ):
+        with pytest.raises(ConfigError, match="the node of .* was revoked"):
+            ask()
+    for identity in (node, door):
+        identity.close()
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_who_revokes_learns_whether_anybody_is_told(
+    running: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command said that the node tells the others even if it did not run, so that the peers stayed."""
+    run = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
+    run_files.store_manifest(tmp_path, run)
+    identity = Identity.open(tmp_path / KEY)
+    if not running:
+        identity.close()
+    revoke_peers([peer_id_of(bytes(32))], tmp_path)
+    identity.close()
+    said = capsys.readouterr().out
+    assert said.startswith("1 revoked in total")
+    assert ("tells the others\n" in said, "start the node" in said) == (running, not running)
 
 
 def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
