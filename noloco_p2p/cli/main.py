@@ -62,7 +62,7 @@ def swarm(
     link: Annotated[
         str | None,
         Option(
-            metavar="DOWN[/UP]mbit[,MS[,JITTER]]",
+            metavar="SPEED[,MS[,JITTER]]",
             help="Put every node behind its own emulated line, such as 200mbit,25ms or 200/20mbit,25ms,3ms: megabits"
             " per second down and up, one-way latency between two nodes, its standard deviation.",
         ),

@@ -68,6 +68,23 @@ def test_a_command_ends_with_a_code_and_at_most_an_error_without_traceback(
     assert shown.err[: len(said) or None] == said
 
 
+@pytest.mark.parametrize(("columns", "widest"), [(200, 78), (60, 58), (40, 38)])
+def test_the_help_is_as_wide_as_the_terminal(
+    columns: int, widest: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On less than 52 columns, the terminal broke its lines in the middle of words."""
+    app = typer.Typer(rich_markup_mode=None)
+
+    @app.command(help="word " * 60)
+    def rests() -> None: ...
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.argv", ["noloco", "--help"])
+    with pytest.raises(SystemExit):
+        run_app(app, "noloco")
+    assert widest - 5 <= max(map(len, capsys.readouterr().out.splitlines())) <= widest
+
+
 @pytest.mark.parametrize("raised", [ConfigError("it is wrong"), ValueError("odd")])
 def test_with_debug_an_error_is_raised(raised: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     app = typer.Typer()
