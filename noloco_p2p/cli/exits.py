@@ -27,8 +27,6 @@ USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
 FULL = ENOSPC, EDQUOT
 WRONG_NAME = EACCES, EPERM, ENAMETOOLONG
 """Errors of a file that the user can fix by naming another one."""
-LEAST_WIDTH, MOST_WIDTH = 20, 80
-"""The help is as wide as the terminal, within these limits; typer alone would not go below 52 columns."""
 LACKING = "strict", "surrogateescape"
 """Python's error handlers for characters that stdout's encoding lacks; the second one is that of the C locale."""
 
@@ -85,7 +83,7 @@ def _code_of(app: typer.Typer, name: str, arguments: list[str]) -> int:
     """Run the command that the arguments name. Returns its exit code; ends the process if the arguments are wrong."""
     # Typer's own copy of click has no public name; UsageError is the base class of BadParameter.
     usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
-    width = min(max(get_terminal_size().columns, LEAST_WIDTH), MOST_WIDTH) - 2
+    width = min(max(get_terminal_size().columns, 20), 80) - 2  # typer's own least width is 50
     try:
         code = app(prog_name=name, args=arguments, standalone_mode=False, terminal_width=width)
     except usage_error as error:

@@ -27,12 +27,7 @@ from noloco_p2p.cli.options import (
 )
 from noloco_p2p.cli.watch import TRACKERS, Tracker, diagnose_machine, track_run, watch, write_report
 
-app = Typer(
-    help="Train a language model on a swarm of peers (NoLoCo).",
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = Typer(rich_markup_mode=None, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 def _print_version(asked: bool) -> None:

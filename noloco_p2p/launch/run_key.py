@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -182,9 +183,8 @@ class Standing:
     async def probe(self, address: str, peer: PeerId) -> str | None:
         """See `join_handshake.ReachabilityProbe`. The machine may also be an observer's (noloco doctor)."""
         reason = await probe(address, peer, self.links, PROBE_TIMEOUT_S)
-        if reason is not None and self.credentials is not None:
-            seen = await probe(address, peer, self.links, PROBE_TIMEOUT_S, "observer")
-            reason = None if seen is None else reason
+        if reason and self.credentials and not await probe(address, peer, self.links, PROBE_TIMEOUT_S, "observer"):
+            return None
         return reason
 
     async def open_directory(self, libp2p: Libp2pDaemon, manifest: RunManifest, home: Path) -> HivemindDirectory:
@@ -250,9 +250,7 @@ async def of_node(
             raise ConfigError("security.root_key: start a members-only run with --key FILE (see noloco key new)")
         chain = await admission.invited(libp2p, trust, "member", dht_time())
 
-    def keep(chain: bytes) -> None:
-        run_files.write_whole(home / CERTIFICATE, chain)
-
+    keep = partial(run_files.write_whole, home / CERTIFICATE)
     credentials = Credentials(trust, identity, chain, keep, dht_time, revoked)
     records = MemberRecords(trust, revoked, lambda: credentials.chain)
     return Standing(Links(credentials), records, credentials, issuer, invitation)

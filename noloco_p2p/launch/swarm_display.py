@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import compress
 from statistics import fmean
 from typing import Any
 
@@ -35,8 +36,9 @@ STAGE_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
 """How the line of a stage combines the figures of its nodes."""
 MIN_BAR, MAX_BAR = 5, 40
 """Smallest and largest width of the progress bar, characters."""
-NARROW = 70
-"""Columns below which the table is narrower."""
+FROM_WIDTH = {"stage": 1 << 30, "outer round": 70, "peers": 70, "tokens/s": 46, "loss": 36, "inner step": 26}
+"""Width of the terminal from which a column is shown, so that no figure is cut off; the others always are, but never
+the stage, with which the name of a node begins."""
 
 Row = Mapping[str, Any]
 """One node's line: column → value; None or missing if it is not known yet."""
@@ -172,16 +174,17 @@ class RunProgress:
         left_s = spent_s / done * (self._steps - step) if done > 0 else 0.0
         head, speed, loss = humanize.progress(step, self._steps, rate, fmean(losses) if losses else None)
         left = f"{humanize.stopwatch(left_s)} left" if left_s else ""
-        parts = list(filter(None, (f"{100 * step / self._steps:.0f} %", speed, loss, so_far, left)))
+        share = f"{100 * step / self._steps:.0f} %"
+        parts = list(filter(None, (share, speed, loss, so_far, left)))
         if not width:
             return "  ".join([head, *parts])
-        for least in (so_far, speed):
-            if least in parts and len(head) + len(" · ".join(parts)) + MIN_BAR + 3 > width:
+        for least, bar in ((so_far, MIN_BAR + 2), (speed, MIN_BAR + 2), (left, 0), (loss, 0), (share, 0)):
+            if least in parts and len(head) + len(" · ".join(parts)) + 1 + bar > width:
                 parts.remove(least)
         tail = " · ".join(parts)
         cells = min(MAX_BAR, width - len(head) - len(tail) - 3)
         full = round(cells * step / self._steps)
-        return f"{head} {'━' * full}{'╌' * (cells - full)} {tail}" if cells >= MIN_BAR else f"{head} {tail}"
+        return f"{head} {'━' * full}{'╌' * (cells - full)} {tail}" if cells >= MIN_BAR else f"{head} {tail}".rstrip()
 
 
 def stage_rows(rows: Sequence[Row]) -> list[Row]:
@@ -211,12 +214,11 @@ def _plain_line(row: Row) -> str:
 
 
 def _table(rows: Sequence[Row], width: int) -> Table:
-    """The table, without the stage, with which the name of a node begins; on a narrow terminal, with fewer columns."""
-    hidden = ("stage",) if width >= NARROW else ("stage", "outer round", "peers")
+    """The table, on a narrow terminal with fewer columns."""
+    shown = [FROM_WIDTH.get(column, 0) <= width for column in COLUMNS]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for column in COLUMNS:
-        if column not in hidden:
-            table.add_column(column, justify="left" if column in ("node", "state") else "right")
+    for column in compress(COLUMNS, shown):
+        table.add_column(column, justify="left" if column in ("node", "state") else "right")
     for row in rows:
-        table.add_row(*(cell for column, cell in zip(COLUMNS, _cells(row), strict=True) if column not in hidden))
+        table.add_row(*compress(_cells(row), shown))
     return table

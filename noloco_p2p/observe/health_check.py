@@ -26,16 +26,11 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
     if url is None:
         written = home.glob(f"node-*/{ENDPOINTS}")
         found = directory / ENDPOINTS if directory else max(written, key=lambda one: one.stat().st_mtime, default=None)
-        url = None if found is None else _address(found)
-        if url is None:
+        known = {} if found is None else read_json(found) or {}
+        url = str(known.get("health") or known.get("metrics") or "")  # the first is the one on this machine
+        if not url:
             return False, f"no node has written its address to {found or home / 'node-*' / ENDPOINTS}"
     return _answer(_checked(url))
-
-
-def _address(endpoints: Path) -> str | None:
-    """The address at which to ask the node: the one on this machine if it is known, otherwise the announced one."""
-    found = read_json(endpoints) or {}
-    return str(found.get("health") or found.get("metrics") or "") or None
 
 
 def _checked(url: str) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 WIDTH = 100
 """Columns if standard output is not a terminal."""
@@ -17,7 +18,7 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def plain_table(columns: Iterable[str], left: Collection[str], rows: Iterable[Iterable[str]] = ()) -> Table:
+def plain_table(columns: Iterable[str], left: Collection[str], rows: Iterable[Iterable[str | Text]] = ()) -> Table:
     """A table with one line per row. Columns are right-aligned except those in `left`."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:

@@ -1,12 +1,12 @@
 """`noloco top`: the whole swarm on one screen, with one sentence about it, from the statuses of its nodes."""
 
 import asyncio
-import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from itertools import compress
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -29,13 +29,16 @@ NODES_SHOWN = 200
 COLUMNS = (
     *("node", "host", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for"),
 )
-FROM_WIDTH = {"inner": 120, "pwait": 120, "B/s": 100, "spread": 100, "host": 80}
-"""Width of the screen from which a column is shown; the others always are."""
+TEXTS = "node", "host", "state", "rounds", "states", "waits for"
+"""The columns that are aligned on the left."""
+FROM_WIDTH = {"inner": 120, "pwait": 120, "B/s": 100, "spread": 100, "host": 80, "rounds": 66, "rate": 48, "loss": 40}
+FROM_WIDTH |= {"tokens/s": 36, "st": 32, "step": 32}
+"""Width of the screen from which a column is shown, so that no figure is cut off; the others always are."""
 HOST_CHARACTERS = 15, 24
 """Upper limits on the width of a host, on a screen without and with all columns. An IPv4 address takes up to 15."""
 LARGEST = 9999.0
 """A larger spread or loss is shown as this, so that its width is bounded."""
-LEGEND, PWAIT = f"rate: tokens/s; rounds: {', '.join(map('/'.join, ROUNDS))}", "; pwait: partner wait"
+LEGEND = {"rate": "tokens/s", "rounds": ", ".join(map("/".join, ROUNDS)), "pwait": "partner wait"}
 
 Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
 """Asks all nodes again on every call. Raises PeerError if no node answers."""
@@ -140,37 +143,42 @@ def render(found: Overview, height: int | None, note: str = "", width: int = ter
     if len(others) > FINDINGS_SHOWN:
         left = Counter(f.severity for f in others[FINDINGS_SHOWN:])
         head.append(Text(f"and {', '.join(plural(left[s], s) for s in reversed(SEVERITIES) if left[s])} more"))
-    stages = _stages_table(found.stages)
+    stages = _stages_table(found.stages, width)
     # Each sentence may take two lines, each table has a header line, and three more lines are between and below them.
     taken = 2 * len(head) + min(len(found.stages), STAGES_SHOWN) + 7
     rows = NODES_SHOWN if height is None else max(1, height - taken)
     parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows], width)]
     if len(found.nodes) > rows:
         parts.append(Text(f"and {plural(len(found.nodes) - rows, 'node')} more"))
-    return Group(*parts, Text(LEGEND + PWAIT * (width >= FROM_WIDTH["pwait"]), style="dim"))
+    legend = "; ".join(f"{column}: {text}" for column, text in LEGEND.items() if FROM_WIDTH[column] <= width)
+    return Group(*parts, Text(legend, style="dim"))
 
 
-def _stages_table(stages: Sequence[Row]) -> Table:
-    table = terminal.plain_table(("stage", "replicas", "tokens/s", "states"), ("states",))
+def _stages_table(stages: Sequence[Row], width: int) -> Table:
+    rows = []
     for stage in stages[:STAGES_SHOWN]:
         states = ", ".join(f"{count} {state}" for state, count in stage["states"].items()) or "none"
-        table.add_row(str(stage["stage"]), str(stage["replicas"]), compact(stage["tokens_per_s"]), states)
+        rows.append((str(stage["stage"]), str(stage["replicas"]), compact(stage["tokens_per_s"]), states))
     if len(stages) > STAGES_SHOWN:
-        table.add_row("…", "", "", f"and {plural(len(stages) - STAGES_SHOWN, 'stage')} more")
-    return table
+        rows.append(("…", "", "", f"and {plural(len(stages) - STAGES_SHOWN, 'stage')} more"))
+    return _table(("stage", "replicas", "tokens/s", "states"), rows, width)
 
 
 def _nodes_table(nodes: Sequence[Row], width: int) -> Table:
-    shown = [FROM_WIDTH.get(column, 0) <= width for column in COLUMNS]
-    columns = itertools.compress(COLUMNS, shown)
-    table = terminal.plain_table(columns, ("node", "host", "state", "rounds", "waits for"))
+    table = _table(COLUMNS, [cells(node, HOST_CHARACTERS[width >= FROM_WIDTH["inner"]]) for node in nodes], width)
+    for row, node in zip(table.rows, nodes, strict=True):
+        row.style = None if node["answers"] else "dim"
+    return table
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> Table:
+    """A table of those columns that have room on a screen of this width; the last one is cut off if it has none."""
+    shown = [FROM_WIDTH.get(column, 0) <= width for column in columns]
+    # Text rather than markup, so that nothing a node says about itself is interpreted.
+    texts = ([Text(cell, no_wrap=True, overflow="ellipsis") for cell in compress(row, shown)] for row in rows)
+    table = terminal.plain_table(compress(columns, shown), TEXTS, texts)
     # On a narrow screen, rich shrinks wrapping columns first. So only this one may wrap; its text is cut off instead.
     table.columns[-1].no_wrap = False
-    for node in nodes:
-        # Text rather than markup, so that nothing a node says about itself is interpreted.
-        row = itertools.compress(cells(node, HOST_CHARACTERS[all(shown)]), shown)
-        texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in row]
-        table.add_row(*texts, style=None if node["answers"] else "dim")
     return table
 
 

@@ -181,7 +181,7 @@ class FaultySwarm(SimSwarm):
                 self._split()
             case "arrive" if not self.finished:
                 for peer in fault.peers:
-                    self.start(*_place(peer))
+                    self.start(*map(int, peer.removeprefix("s").split("r")))  # such as s1r0
             case _:
                 for peer in filter(self._was_started, fault.peers):
                     self._strike(peer, fault)
@@ -274,9 +274,3 @@ class FaultySwarm(SimSwarm):
         missed_s = min(one.trace.of("state")[-1].at_s for one in finished) + self.plan.config.directory.ttl_s / 2
         lasting = [fault for fault in self.begun if fault.ends_s > missed_s]
         return all(any(fault.separates(process.peer, one.peer) for fault in lasting) for one in finished)
-
-
-def _place(peer: PeerId) -> tuple[int, int]:
-    """(stage, replica) of an id such as `s1r0`."""
-    stage, replica = peer.removeprefix("s").split("r")
-    return int(stage), int(replica)

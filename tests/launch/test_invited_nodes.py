@@ -344,7 +344,7 @@ def test_the_directory_of_an_expelled_node_can_neither_invite_nor_revoke(expelle
         lambda: run_key.invite(home, None, uses=1, seconds=HOUR_S, stage=None),
         lambda: run_key.revoke(home, None, [peer_id_of(bytes(32))]),
     ):
-        with pytest.raises(ConfigError, match="the node of .* was revoked"):
+        with pytest.raises(ConfigError, match=r"the node of .* was revoked"):
             ask()
     for identity in (node, door):
         identity.close()

@@ -149,6 +149,27 @@ def test_the_display_fits_the_terminal(width: int, replicas: int, clock: Clock) 
     assert max(map(len, lines)) <= width
 
 
+@pytest.mark.parametrize(
+    ("width", "head"),
+    [
+        (46, "step 230/1,000 23 % · loss 12.35 · 3:51 left"),
+        (38, "step 230/1,000 23 % · loss 12.35"),
+        (22, "step 230/1,000 23 %"),
+        (18, "step 230/1,000"),
+    ],
+)
+def test_no_figure_is_cut_off_on_a_narrow_terminal(width: int, head: str, clock: Clock) -> None:
+    """On 20 columns, the step of a node was `1…`; on 38, the time left was `9:3…`."""
+    progress = RunProgress(1000)
+    progress.line(nodes(1, 2, step=30.0), width)
+    clock.now += 60
+    assert progress.line(nodes(1, 2, step=230.0), width) == head
+    console = Console(width=width, height=50, record=True, file=io.StringIO())
+    console.print(swarm_display._table(nodes(1, 1), width))
+    figures = {46: ["98,765", "12.345", "98,765"], 38: ["98,765", "12.345"]}
+    assert console.export_text().splitlines()[-1].split() == ["0-0", "finished", *figures.get(width, [])]
+
+
 def test_many_nodes_are_summed_up_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [*nodes(1, 9, **{"inner step": 10, "tokens/s": 100.0, "loss": 2.0}), *nodes(1, 4, state="paused")]
     rows[0] = {**rows[0], "state": "paused", "inner step": 19, "loss": 2.9}

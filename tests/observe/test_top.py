@@ -194,6 +194,22 @@ def test_a_node_is_shown_with_what_it_waits_for() -> None:
     assert "    1        3     4.1k 1 silent, 2 training" in drawn
 
 
+@pytest.mark.parametrize("width", [80, 66, 60, 48, 40, 32, 20])
+def test_no_figure_is_cut_off_on_a_narrow_screen(width: int) -> None:
+    """On 40 columns, a loss of 2.70 was `2.…`, and the legend explained what was not there."""
+    rounds = {"partner": 1234, "stale": 123, "other": 2, "alone": 3}
+    nodes = {name: with_advert(with_figures(one, rounds=rounds), step=123_456.0) for name, one in swarm(2, 1).items()}
+    drawn = _drawn(_overview(nodes), width=width)
+    place = {0: "training", 32: "123456", 48: "2.05k", 66: "1.23k/123/2/3", 40: "2.31"}
+    figures = [text for least, text in place.items() if least <= width]
+    row = next(row for row in drawn if row.startswith("12D3…xS0R0")).split()
+    assert row[row.index("training") :][: len(figures)] == figures
+    legend = " ".join(" ".join(drawn).split())
+    assert ("rate: tokens/s" in legend, "rounds: partner" in legend) == (width >= 48, width >= 66)
+    [stage] = [row.split()[:3] for row in drawn if row.split()[:2] == ["0", "1"]]
+    assert stage == ["0", "1", "2.05k" if width >= 36 else "1"]
+
+
 @pytest.mark.parametrize("width", [120, 100, 60, 30])
 def test_no_line_is_wider_than_the_screen(width: int) -> None:
     nodes = swarm(stages=40, replicas=2)

@@ -23,7 +23,7 @@ inside the bound does not promise a good loss. Eq. 74 could not be compared with
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import product
 
 from noloco_p2p.errors import LocalError
@@ -83,12 +83,8 @@ def measure(case: Case) -> Figures:
         return {"growth": None, "spreads": [], "loss": None, "merged_loss": None, "stopped": str(error)}
     spreads = [spread.std for spread in trained.spreads]
     losses = {"loss": trained.validation_loss, "merged_loss": trained.merged_loss}
-    return losses | {"growth": _growth(spreads), "spreads": spreads, "stopped": None}
-
-
-def _growth(spreads: Sequence[float]) -> float:
-    """Factor per round in the last third of the run, where the learning rate falls from a quarter of its peak to 0."""
-    return bounds.slope(spreads[-(len(spreads) // 3) :])
+    # Growth is the factor per round in the last third, where the learning rate falls from a quarter of its peak to 0.
+    return losses | {"growth": bounds.slope(spreads[-(len(spreads) // 3) :]), "spreads": spreads, "stopped": None}
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

@@ -446,7 +446,7 @@ def test_a_list_spreads_by_adverts_and_reaches_newcomers(tmp_path: Path, monkeyp
                 assert (seen[c.me].state, seen[c.me].step) == ("left", 0.0)
                 assert seen[a.me].state == "training"
                 done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
-                with pytest.raises(LocalError, match="^this node was revoked: .* needs another --dir"):
+                with pytest.raises(LocalError, match=r"^this node was revoked: .* needs another --dir"):
                     done.pop().result()
                 assert keeping[2].done()
                 late = Revocations(club.trust)
