@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from checkpointed import make_replica, save, small_run
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from members import Club
 
 from noloco_p2p.config import ListenSettings, RunManifest
-from noloco_p2p.errors import NolocoError
+from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.io.dht.addresses import JoinAddress, KnownPeers
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.security import admission, certificates
@@ -157,7 +158,11 @@ def readers() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
         (path.parent / node_probe.KEY_LOCK).touch()
         node_probe.running(path.parent)
         run_files.same_ports(path.parent, ListenSettings())
-        return health_check._checked(health_check._address(path) or "")
+        with patch.object(health_check, "_answer", lambda at: at):
+            found: tuple[object, object] = health_check.ask(path.parent, None)
+        if found[0] is False:
+            raise ConfigError(str(found[1]))
+        return found
 
     def summary(path: Path) -> object:
         homes.refuse_finished("", path.parent)
