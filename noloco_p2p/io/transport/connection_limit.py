@@ -79,7 +79,7 @@ class ConnectionLimit:
         newest = sorted(files, key=self._known.__contains__, reverse=True)
         for end in newest:
             hosts[host_of(end[0])].append(end)
-        for _ in range(len(files) - room()):
+        while len(files) > room():
             busiest = max(hosts.values(), key=len)
             end = busiest.pop() if len(busiest) > FEW else newest.pop()
             _end(end, files.pop(end, -1))

@@ -104,6 +104,15 @@ def test_many_hosts_with_few_connections_each_do_not_displace_established_ones(c
     assert sum(crowd.left()) == 12
 
 
+def test_one_look_closes_all_that_are_too_many(crowd: Crowd) -> None:
+    """Those that a busy host has lost already are also among the newest."""
+    for host in range(2, 12):
+        crowd.come(f"127.0.0.{host}", 1)
+    crowd.come("127.0.0.1", 8)
+    ConnectionLimit(crowd.port).look()
+    assert sum(crowd.left()) == 12
+
+
 def test_connections_to_other_ports_are_left_alone(crowd: Crowd) -> None:
     crowd.come("127.0.0.2", 20)
     with socket.create_server(("127.0.0.1", 0)) as other:
