@@ -13,7 +13,6 @@ from noloco_p2p.node.directory_loop import RENEWALS_PER_TTL, MembershipLoop
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.restore import WeightRestorer
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.ports import Transport
 
 RETURN_LIFETIMES = 20
 """How long a node waits for trained weights of a stage before it begins afresh in a run that has done rounds, in advert
@@ -24,16 +23,10 @@ class Joining:
     """Takes one node from its first announcement to its first step in a stage."""
 
     def __init__(
-        self,
-        node: NodeState,
-        swarm: Membership,
-        transport: Transport,
-        membership_loop: MembershipLoop,
-        weights: WeightRestorer,
+        self, node: NodeState, swarm: Membership, membership_loop: MembershipLoop, weights: WeightRestorer
     ) -> None:
         self._node = node
         self._swarm = swarm
-        self._transport = transport
         self._membership_loop = membership_loop
         self._weights = weights
         self._reported = ""

@@ -67,7 +67,7 @@ class Node:
         self._server = MicrobatchServer(node, swarm, dispatcher)
         self._rounds = OuterRounds(node, swarm, world.transport, self._server.close)
         weights = WeightRestorer(node, swarm, world, self._rounds, self._guardian)
-        self._joining = Joining(node, swarm, world.transport, self._membership_loop, weights)
+        self._joining = Joining(node, swarm, self._membership_loop, weights)
         self._shutdown = Shutdown(node, swarm, dispatcher, self._rounds)
         self._checkpointer = Checkpointer(node, swarm, world.checkpoints, self._rounds)
         self._donor = StateDonor(node, self._incarnation)
@@ -126,8 +126,7 @@ class Node:
                 return
             self._checkpointer.go_on()
             self._pauses.begin()
-            if not node.draining:
-                await (self._train_first_stage() if node.index == 0 else self._train_later_stage())
+            await (self._train_first_stage() if node.index == 0 else self._train_later_stage())
             if node.next_stage is not None:
                 await self._move(node.next_stage)
             elif not node.draining:
@@ -163,7 +162,7 @@ class Node:
     async def _pause(self) -> None:
         self._server.close()
         await self._pauses.pause(self._rounds, self._joining, self._checkpointer)
-        self._came_late = self.swarm.first_stage_is_done()
+        self._came_late = True
 
     # === training, stage 0 ==========================================================================================
 
@@ -201,7 +200,7 @@ class Node:
             return node.draining or self.swarm.first_stage_is_done()
 
         began, self._came_late = node.now(), self.swarm.first_stage_is_done()
-        while node.stood_still or not over():
+        while self._pauses.check_clock() or not over():
             began = node.now()
             if node.pausing:
                 await self._pause()
@@ -213,7 +212,7 @@ class Node:
             server.open()
             await server.until_ready(lambda: over() or node.pausing)
             if not server.intake.ready:
-                if not node.pausing:
+                if not (self._pauses.check_clock() or node.pausing):
                     break
                 # Cut short by a pause: finish what was admitted, and apply it before the owner gets the device.
                 server.close()
@@ -222,6 +221,7 @@ class Node:
                     continue
             # From here until the next `open`, arriving microbatches wait for the next step.
             server.intake.seal()
+            self._came_late &= not node.routes
             await self._inner_step(began, {})
             await self._outer_round()
             await self._checkpointer.save_if_due()

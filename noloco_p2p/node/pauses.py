@@ -99,8 +99,9 @@ class Pauses:
         if not node.draining:
             node.enter("resume", "the device is back")
 
-    def check_clock(self) -> None:
+    def check_clock(self) -> bool:
         """Look at the wall clock: is now within the owner's hours, and has this node stood still since the last look?
+        Returns whether it has still to catch up.
 
         It has if the last look is longer ago than 2·LOOK_S and than an outer interval. The loop's clock would not show
         it, because it does not advance while the machine sleeps. A wall clock that is set forward looks like sleep,
@@ -114,6 +115,7 @@ class Pauses:
             node.event("info", message=f"stood still for {still_s:.0f} s, as if the machine had slept")
             self._slept_until = now
             node.stand_still(True)
+        return node.stood_still
 
     def begin(self) -> None:
         """Start counting anew, because this node begins to train with new weights."""

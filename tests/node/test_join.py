@@ -29,7 +29,7 @@ class Place:
             self.swarm.members.update([*self.swarm.members.all(), *mates], now=0.0)
         self._gives, self._drains = gives, drains
         self.asked: list[PeerId] = []
-        self.joining = Joining(self.node, self.swarm, cast(Any, None), cast(Any, None), cast(Any, self))
+        self.joining = Joining(self.node, self.swarm, cast(Any, None), cast(Any, self))
 
     async def restore(self, source: RestoreSource) -> bool:
         assert source.peer is not None

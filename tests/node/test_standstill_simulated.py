@@ -1,5 +1,6 @@
 """Nodes that stand still because their machine sleeps or their process is stopped."""
 
+import asyncio
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from soak import soak
 from noloco_p2p.config import NodeConfig
 from noloco_p2p.core import exchanges
 from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.node.pauses import Pauses
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.process import Outcome
@@ -145,3 +147,23 @@ def test_a_node_that_stood_still_until_the_others_have_left_writes_no_checkpoint
     assert not between(outcome, "resumed", "s1r1", woken, math.inf), "nobody is left whom it could copy"
     for kind in ("outer_round", "checkpoint"):
         assert {event.get("round") for event in between(outcome, kind, "s1r1", woken, math.inf)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("at_s", "until_s", "looks"),
+    [
+        pytest.param(28.2, 74.5, True, id="it does not know yet that the run has ended"),
+        pytest.param(28.5, 76.5, False, id="it learns that the run has ended before it looks at the clock"),
+        pytest.param(27.5, 76.5, False, id="it looks at the clock after its last step"),
+    ],
+)
+def test_nor_does_one_that_notices_it_only_after_the_end(
+    at_s: float, until_s: float, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop's clock does not advance while the machine sleeps, so the next look at the clock may take 5 s."""
+    if not looks:
+        monkeypatch.setattr(Pauses, "keep_watch", lambda _: asyncio.Event().wait())
+    outcome = check(stopped(Fault(at_s, "stop", ("s1r1",), until_s - at_s), steps=30))
+    assert noticed(outcome) == ["s1r1"]
+    for kind in ("outer_round", "checkpoint"):
+        assert {event.get("round") for event in between(outcome, kind, "s1r1", until_s, math.inf)} <= {3}
