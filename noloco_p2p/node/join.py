@@ -70,7 +70,7 @@ class Joining:
         if node.advert.state == "syncing":  # it has moved, and may have held this stage before
             await self._weights.find_own()
         self._weights.show_own()
-        # A node that was here before the run began starts with the others, whatever is announced meanwhile.
+        # A node that was here before the run began starts with the others, unless it learns of that much later.
         goes_on = late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
         if self._weights.own_of_stage():
             self._weights.withhold()
@@ -84,7 +84,7 @@ class Joining:
         def may_begin() -> bool:
             nonlocal goes_on
             # If adverts list weights, the run had begun before everybody stopped. Those that train again list none.
-            goes_on = goes_on or any(a.holds for a in self._swarm.everybody())
+            goes_on |= any(a.holds or resume.age(a) > resume.NEAR_ROUNDS for a in self._swarm.everybody())
             least = 1 if resume.run_has_begun(self._swarm.everybody()) else manifest.start_replicas
             missing = self._missing(least, membership.IN_ROUNDS)
             if late or node.draining or not missing:

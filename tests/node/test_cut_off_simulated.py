@@ -112,3 +112,20 @@ def test_a_newcomer_does_not_take_a_guardian_s_weights_because_its_stage_was_out
     outcome = check(stopped(*dips, Fault(FROM_S, "arrive", ("s1r2",)), steps=30))
     [came] = outcome.trace.of("resumed", "s1r2")
     assert came.get("source") == "peer"
+
+
+def test_a_node_that_was_cut_off_while_the_run_began_does_not_begin_with_its_initial_weights() -> None:
+    """Its first readings of the membership may have missed the others as well."""
+    faults = Fault(2.0, "split", ("s0r0",), 30.0), Fault(5.0, "arrive", ("s0r2", "s0r3"))
+    outcome = check(stopped(*faults, replicas=(2,), start_replicas=3, steps=40))
+    [came] = outcome.trace.of("resumed")
+    assert (came.peer, came.get("source")) == ("s0r0", "peer")
+    assert 32.0 < came.at_s < min(step.at_s for step in outcome.trace.of("inner_step", "s0r0"))
+
+
+def test_nor_does_a_newcomer_that_finds_the_others_as_they_wake() -> None:
+    """They are syncing then. Nobody is listed while they sleep, and nobody guards their weights."""
+    faults = Fault(FROM_S, "stop", ("s0r0", "s0r1"), LONG_S), Fault(WOKEN_S - 2.0, "arrive", ("s0r2",))
+    outcome = check(stopped(*faults, replicas=(2,), steps=40))
+    [came] = outcome.trace.of("resumed")
+    assert (came.peer, came.get("source")) == ("s0r2", "peer")
