@@ -66,11 +66,12 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
     Living replicas have the round that they announce, other nodes what they hold of their own stage, and guardians what
     they hold of another stage. Stages without any weights do not count. None: there are no weights at all.
     """
-    held = [holding for advert in adverts for holding in _claims(advert)]
+    held = [holding for advert in adverts for holding in claimed(advert)]
     return least_newest(holding for holding in held if 0 <= holding.stage < stages)
 
 
-def _claims(advert: Advert) -> list[Holding]:
+def claimed(advert: Advert) -> list[Holding]:
+    """All weights that a node says it has."""
     return [*advert.holds, *_own_weights(advert)]
 
 
@@ -92,7 +93,7 @@ def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], s
     everybody, found = [*answered, *listed], set[PeerId]()
     for stage in range(stages):
         mine = stage == me.stage
-        claims = [(h.age if mine else h.round, a.peer_id) for a in everybody for h in _claims(a) if h.stage == stage]
+        claims = [(h.age if mine else h.round, a.peer_id) for a in everybody for h in claimed(a) if h.stage == stage]
         found.update(peer for _, peer in sorted(claims, reverse=True)[: PROBES if mine else 1])
     return sorted((a for a in listed if a.peer_id in found), key=lambda a: a.peer_id)
 

@@ -98,6 +98,19 @@ def test_the_only_replica_comes_back_with_its_checkpoint_after_a_newcomer_began_
     assert lineages(outcome, stage) == {0}
 
 
+def test_a_newcomer_waits_for_the_checkpoint_of_a_stage_if_all_other_stages_restart_at_that_moment() -> None:
+    """None of them trains yet, but their checkpoints show that the run has done rounds."""
+    stops = (Fault(LOST_S, "bounce", (peer,), for_s) for peer, for_s in (("s0r0", 10.0), ("s1r0", 40.0)))
+    swarm = FaultySwarm(plan_of((1, 1), steps=60), (*stops, Fault(LOST_S + 15.0, "arrive", ("s1r1",))))
+    outcome = check(swarm)
+    assert [(one.peer, one.source) for one in swarm.resumptions] == [
+        ("s0r0", "shard"),
+        ("s1r0", "shard"),
+        ("s1r1", "peer"),
+    ]
+    assert lineages(outcome) == {0}
+
+
 @pytest.mark.parametrize("stage", [1, *soak([0])])
 def test_replicas_that_begin_afresh_at_the_same_time_end_up_with_the_same_lineage(stage: int) -> None:
     wiped = (Fault(LOST_S, "wipe", (f"s{stage}r{number}",), 3.0 + number / 5) for number in range(3))
