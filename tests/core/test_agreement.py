@@ -3,13 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.core.agreement import Agreement, GroupView, agree
+from noloco_p2p.core.agreement import Agreement, GroupView, agree, digest
 
 A, B, C, D = "abcd"
 
 
 def views(**of: tuple[str, int]) -> dict[str, GroupView]:
     return {peer: GroupView(tuple(peers), digest) for peer, (peers, digest) in of.items()}
+
+
+def test_the_digest_depends_on_all_parts_and_not_on_where_they_are_divided() -> None:
+    assert digest([b"one", b"two"]) == digest([b"on", memoryview(b"etwo")])
+    assert len({digest(parts) for parts in ([], [b"one"], [b"one", b"two"], [b"two", b"one"])}) == 4
 
 
 def test_replicas_that_all_offers_name_count() -> None:

@@ -26,8 +26,8 @@ WEIGHTS = tuple(TensorSpec("weights", "bfloat16", (10 + stage,)) for stage in ra
 class Place:
     """A newcomer to stage 0 of 2. The others are at step 50, round 5, and train at 1 step/s."""
 
-    def __init__(self, rule: str = "noloco") -> None:
-        fields: dict[str, Any] = {"rule": rule, "inner_steps": 1 if rule == "sync" else M}
+    def __init__(self, rule: str = "noloco", pairing: str = "matched") -> None:
+        fields: dict[str, Any] = {"rule": rule, "inner_steps": 1 if rule == "sync" else M, "pairing": pairing}
         manifest = RunManifest(stages=2, steps=STEPS, outer=OuterSettings(**fields))
         me = Advert("me", manifest.run_id, 0, (), state="syncing")
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -108,9 +108,9 @@ def from_peer(place: Place, **changes: Any) -> RestoreSource:
     return RestoreSource("peer", "it has them", place.peer("a", 0, **changes))
 
 
-def at(scenario: Callable[[Place], Awaitable[None]], rule: str = "noloco") -> None:
+def at(scenario: Callable[[Place], Awaitable[None]], rule: str = "noloco", pairing: str = "matched") -> None:
     async def main() -> None:
-        place = Place(rule)
+        place = Place(rule, pairing)
         asking = asyncio.create_task(place.swarm.inquiry.run(cast(Any, place), lambda: None))
         await place.know()
         await scenario(place)
@@ -229,14 +229,28 @@ def test_whether_a_node_in_training_has_answered_or_none_is_listed(listed: bool,
     at(scenario)
 
 
-@pytest.mark.parametrize(("rule", "lineage"), [("noloco", 5), ("sync", 0)])
-def test_initial_weights_begin_at_the_clock_of_the_others(rule: str, lineage: int) -> None:
+def test_those_that_were_silent_do_not_stand_in_the_way_of_one_that_was_not_asked_yet() -> None:
+    async def scenario(place: Place) -> None:
+        place.swarm.inquiry.forget()
+        silent = [place.peer(f"gone {number}", 1) for number in range(50)]
+        place.swarm.members.update([*silent, place.peer("new", 1)], now=1000.0)
+        for peer in silent:
+            place.swarm.inquiry.exchanges.note(peer.peer_id, None, now=place.node.now())
+        assert await place.weights.know_the_clock()
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(
+    ("rule", "pairing", "lineage"), [("noloco", "matched", 5), ("noloco", "none", 0), ("sync", "matched", 0)]
+)
+def test_initial_weights_begin_at_the_clock_of_the_others(rule: str, pairing: str, lineage: int) -> None:
     async def scenario(place: Place) -> None:
         assert await place.weights.restore(RestoreSource("fresh", ""))
         assert place.came_to == (5 if rule == "noloco" else 50, 50.0, lineage)
         assert place.weights.credible_round() == (6 if rule == "noloco" else 62)
 
-    at(scenario, rule)
+    at(scenario, rule, pairing)
 
 
 def test_its_own_checkpoint_is_continued_with_its_random_numbers_and_its_data() -> None:
