@@ -252,7 +252,8 @@ class Joining:
         broke = broke_at is not None and (held or broke_at > began)  # a guardian that restarted lists them no longer
         if broke or self._swarm.inquiry.answering(mates, membership.TRAINED):
             return waited_s < TRANSFER_DEADLINE_S
-        rounds = max((h.round for a in known for h in resume.claimed(a)), default=0)
+        done = [h for a in known if a.stage != node.index or a.state in membership.TRAINED for h in resume.claimed(a)]
+        rounds = max((h.round for h in done), default=0)
         lifetimes = RETURN_LIFETIMES if rounds > 0 else 3 if listed or mates else 0
         return waited_s < lifetimes * ttl_s
 
