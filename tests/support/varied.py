@@ -87,7 +87,8 @@ def drawn_varied_as(kind: type[Hours], seed: int) -> Hours:
     manifest = RunManifest.model_validate(run)
     costs = replace(costs, forward_s=by * costs.forward_s, backward_s=by * costs.backward_s)
     # As by default, far above what a microbatch takes: otherwise replicas seem to make no progress while they compute.
-    longest_s = 3.0 * manifest.stages * (costs.forward_s + costs.backward_s)
+    slowest = max([1.0, *plan.slowness.values()])
+    longest_s = 3.0 * manifest.stages * slowest * (costs.forward_s + costs.backward_s)
     limits["microbatch_deadline_s"] = max(plan.config.limits.microbatch_deadline_s, longest_s)
     swarm.plan = replace(
         plan,
