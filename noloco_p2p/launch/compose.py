@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +87,7 @@ async def run(options: NodeOptions) -> None:
     if options.address_file is not None:
         join_file.remove(options.address_file)
     _tune_process()
+    asyncio.get_running_loop().set_default_executor(_Threads())
     local = options.overrides.node()
     listen = run_files.same_ports(options.dir, local.listen)
     own = None if options.join else await bootstrap.own_run(options, local)
@@ -97,7 +99,6 @@ async def run(options: NodeOptions) -> None:
         # Slow imports take place while a joining node meets the others and chooses its stage.
         imports = asyncio.create_task(asyncio.to_thread(bootstrap.check_model, manifest))
         imports.add_done_callback(lambda task: task.cancelled() or task.exception())
-        closing.push_async_callback(asyncio.wait, [imports])
         standing = await run_key.of_node(options.dir, options.identity, options.key, manifest, libp2p)
         heard = local.model_copy(update={"listen": listen})
         ports = await _open_ports(closing, libp2p, heard, manifest, options, standing)
@@ -125,6 +126,14 @@ async def run(options: NodeOptions) -> None:
         signals.node = node
         await _until_the_end(node, ports.directory, libp2p, standing)
         _check_saved(node, options)
+
+
+class _Threads(ThreadPoolExecutor):
+    """Does not wait for its threads at the end: a node that is stopped at once may just be importing torch."""
+
+    def shutdown(self, *_: object, **__: object) -> None:
+        """Start nothing more."""
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 def _tune_process() -> None:

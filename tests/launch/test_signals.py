@@ -194,3 +194,25 @@ def test_repeated_hangups_count_as_one_signal_and_a_hangup_under_nohup_as_none()
     assert asyncio.run(hung_up())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert not asyncio.run(hung_up())
+
+
+IMPORTING = """
+import signal, sys, threading
+from noloco_p2p.cli.node import main
+from noloco_p2p.launch import bootstrap
+def importing(manifest):
+    sys.modules["torch"] = None
+    signal.raise_signal(signal.SIGINT)
+    threading.Event().wait()
+bootstrap.check_model = importing
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+
+
+def test_an_interrupt_does_not_wait_until_torch_is_imported(tmp_path: Path) -> None:
+    """A node took up to five seconds until it was "stopped at once"."""
+    command = [sys.executable, "-c", IMPORTING, "--dir", "node", "--config", "tiny"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].endswith("stopped at once")
