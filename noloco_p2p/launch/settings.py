@@ -142,7 +142,7 @@ def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Mo
     """`base`, or the model's defaults, overlaid with the entries, as JSON."""
     mine = [entry for entry in entries if entry.key[0] in model.model_fields]
     values = over_defaults(mine, model()) if base is None else overlaid(mine, base.model_dump(mode="json"))
-    return json.dumps(values, default=str)
+    return json.dumps(values, default=str, skipkeys=True)  # a date is a key in YAML, not in JSON
 
 
 def over_defaults(entries: Sequence[SettingEntry], defaults: BaseModel) -> dict[str, Any]:

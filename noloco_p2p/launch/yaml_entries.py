@@ -24,7 +24,7 @@ FREE_SECTION: Key = ("model", "config")
 """The one section with arbitrary keys. Given as a whole, it replaces the default section; single keys modify that."""
 SUCCESSORS = {("wire_dtype",): "wire.forward, with wire.backward"}
 """Keys of earlier versions → the keys that replace them."""
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError, AttributeError)
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError, AttributeError, LookupError)
 """The exceptions that PyYAML raises for text that is not YAML."""
 SIGNS_AND_DIGITS = list("-+0123456789")
 WITH_EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")

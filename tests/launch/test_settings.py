@@ -175,6 +175,10 @@ def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
         ("a: 1\nb: [1\n", ":3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("name: !!python/name:os.system\n", ":1: not valid YAML: could not determine a constructor"),
         ("seed: !!timestamp a\n", ": not valid YAML: "),
+        ("seed: !!bool a\n", ": not valid YAML: "),
+        ("seed: !!int ''\n", ": not valid YAML: "),
+        ("seed: {2026-01-31: 1}\n", ":1: seed must be a whole number"),
+        ("model: {config: {rope_scaling: {!!binary YQ==: 1}}}\n", ":1: model.config.rope_scaling must be a number, "),
         ("a: &a [1]\nb: [*a]\n", ":2: not valid YAML: an alias of a list or a section: write it out"),
     ],
 )
