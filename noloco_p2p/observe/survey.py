@@ -98,10 +98,11 @@ async def by_adverts(
     async def add(some: Iterable[Advert]) -> None:
         new = {advert.peer_id: advert for advert in some if advert.state != "left" and advert.peer_id not in found}
         wanted = [new[peer] for peer in sorted(new)]
-        for report in await asyncio.gather(*(_report(advert, places) for advert in wanted[:NODES_LIMIT])):
-            found[report.peer] = report
-        for advert in wanted[NODES_LIMIT:]:
-            found[advert.peer_id] = Report(advert.peer_id, advert, None, "not asked: there are too many nodes")
+        asked = await asyncio.gather(*(_report(advert, places) for advert in wanted[:NODES_LIMIT]))
+        others = [Report(a.peer_id, a, None, "not asked: there are too many nodes") for a in wanted[NODES_LIMIT:]]
+        now = asyncio.get_running_loop().time()
+        for report in (*asked, *others):
+            found[report.peer] = replace(report, age_s=max(0.0, now - report.advert.announced_at))
 
     await add(adverts)
     await add(await reach.within(_known_to_most(found)))
@@ -127,22 +128,21 @@ def _here(seen: SeenPeer) -> Advert:
 
 
 async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
-    """Ask one node. Errors are not raised but put into the report."""
+    """Ask one node. Errors are not raised but put into the report, which does not say how old the advert is."""
     failed = Report(advert.peer_id, advert, None)
     if not advert.metrics:
-        report = replace(failed, failure="it announces no metrics address that can be asked from here")
-    else:
-        try:
-            base = base_url(advert.metrics)
-            async with places:
-                report = replace(await ask(base), advert=advert)
-            own = report.newest
-            if (own.peer_id, own.run_id) != (advert.peer_id, advert.run_id):
-                other = f"{short_id(own.peer_id)} of run {line(own.run_id)[:12]}"
-                report = replace(failed, failure=f"another node or run answers at {base}: {other}")
-        except (PeerError, ConfigError) as error:
-            report = replace(failed, failure=line(str(error)))
-    return replace(report, age_s=max(0.0, asyncio.get_running_loop().time() - advert.announced_at))
+        return replace(failed, failure="it announces no metrics address that can be asked from here")
+    try:
+        base = base_url(advert.metrics)
+        async with places:
+            report = replace(await ask(base), advert=advert)
+    except (PeerError, ConfigError) as error:
+        return replace(failed, failure=line(str(error)))
+    own = report.newest
+    if (own.peer_id, own.run_id) == (advert.peer_id, advert.run_id):
+        return report
+    other = f"{short_id(own.peer_id)} of run {line(own.run_id)[:12]}"
+    return replace(failed, failure=f"another node or run answers at {base}: {other}")
 
 
 # --- one request ------------------------------------------------------------------------------------------------------

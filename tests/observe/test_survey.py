@@ -396,11 +396,13 @@ def test_slow_nodes_are_waited_for_in_parallel(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_more_nodes_than_the_limit_are_asked(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    """Those that are not asked were said to have announced themselves 0.0 s ago."""
     monkeypatch.setattr(survey, "NODES_LIMIT", 1)
-    adverts = [replace(advert(0, replica), metrics="http://127.0.0.1:1") for replica in (1, 0)]
+    adverts = [replace(advert(0, replica), metrics="http://127.0.0.1:1", announced_at=-60.0) for replica in (1, 0)]
     found = asyncio.run(survey.by_adverts(adverts))
     assert len(asked) == 1
     assert [report.failure[:9] for report in found] == ["no answer", "not asked"]
+    assert all(report.age_s >= 60.0 for report in found)
 
 
 def test_a_url_without_a_node_is_reported() -> None:
