@@ -38,6 +38,7 @@ from noloco_p2p.core.status import (
 )
 from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report
+from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 
 
 def _found(nodes: dict[str, Report]) -> list[Finding]:
@@ -61,6 +62,22 @@ def test_a_chain_of_waits_leads_to_the_stuck_device() -> None:
     found = _found(nodes)
     assert [(f.name, f.peer) for f in found] == [("device", peer(2, 2))]
     assert found[0].sentence.endswith("its device has been stuck in backward for 19 s; that holds back 3 nodes")
+
+
+def test_thousands_of_waits_that_strangers_claim_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten nodes that claimed to wait for each other and for a stage of 1,000 held `noloco top` up for 37 s."""
+    nodes, looked = swarm(2, 10), list[int]()
+    for number in range(8):
+        whys = [why(10 * number + each) for each in range(20)]
+        calls = [wait("gradient", peer(0, (number + 1 + k) % 8), 90.0, None, one) for k, one in enumerate(whys)]
+        steps = [wait("microbatch", Resource.INNER_STEP, 90.0, None, one) for one in whys]
+        stage = [wait("microbatches", AnyReplica(0), 90.0)] * 20
+        served = [Serving(peer(0, 0), why(counter), 9.0) for counter in range(80)]
+        nodes[f"S0R{number}"] = waiting(nodes[f"S0R{number}"], *calls, *steps, *stage, serving=served)
+    of_stage = SwarmView.of_stage
+    monkeypatch.setattr(SwarmView, "of_stage", lambda self, *of: looked.append(of[0]) or of_stage(self, *of))
+    diagnose(list(nodes.values()))
+    assert len(looked) < 4 * len(nodes)
 
 
 def _stuck(report: Report) -> Report:

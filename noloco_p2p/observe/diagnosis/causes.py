@@ -55,6 +55,8 @@ class WaitPaths:
     """Links over which a call has not arrived, with the wait that shows it."""
     gone: dict[PeerId, PeerId] = field(default_factory=dict)
     """Nodes that are waited for but no longer announced, each with a node that waits for it."""
+    searched: set[int] = field(default_factory=set)
+    """The stages whose replicas have all been reached: strangers may claim thousands of waits for them."""
 
     def follow(self, start: PeerId) -> Self:
         """Follow the long waits of a node."""
@@ -82,12 +84,10 @@ class WaitPaths:
         # The path ends at a node whose event loop is stuck: the waits that it reports are not the reason.
         if status is None or loop_is_silent(status):
             return
-        waits = _holding_up(status)
-        if why is not None:
-            mine = [wait for wait in waits if wait.why == why]
-            # A microbatch that waits for the inner step to end is held up by whatever holds up that step.
-            waits = waits if any(wait.whom == Resource.INNER_STEP for wait in mine) else mine
-        yield from self.step(peer, status, waits)
+        waits = [wait for wait in _holding_up(status) if why in (None, wait.why)]
+        # A microbatch that waits for the inner step to end is held up by whatever holds up that step.
+        step = why is not None and any(wait.whom == Resource.INNER_STEP for wait in waits)
+        yield from [(peer, None)] if step else self.step(peer, status, waits)
 
     def step(self, peer: PeerId, status: Status, waits: Sequence[Wait]) -> Iterator[Hop]:
         """The hops that these waits of a node lead to."""
@@ -100,7 +100,8 @@ class WaitPaths:
                     self.ends.add(AnyReplica(stage))
                 case AnyReplica(stage):
                     # Once a particular replica is called, that call says more than the wait for any replica.
-                    if wait.why is None or wait.why not in called:
+                    if (wait.why is None or wait.why not in called) and stage not in self.searched:
+                        self.searched.add(stage)
                         yield from ((report.peer, None) for report in self.swarm.of_stage(stage, IN_ROUNDS))
                 case Resource.INNER_STEP:
                     pass
