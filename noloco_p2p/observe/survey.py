@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from urllib.parse import urlsplit
 
 from noloco_p2p.core.messages import Advert, PeerId
@@ -111,14 +112,10 @@ async def by_adverts(
 
 def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
     """The newest advert of each node that more than half of the nodes that answered have seen."""
-    counts: Counter[PeerId] = Counter()
-    newest: dict[PeerId, Advert] = {}
     statuses = [report.status for report in found.values() if report.status is not None]
-    for status in statuses:
-        for advert in {seen.advert.peer_id: _here(seen) for seen in status.seen}.values():
-            counts[advert.peer_id] += 1
-            if advert.peer_id not in newest or advert.announced_at > newest[advert.peer_id].announced_at:
-                newest[advert.peer_id] = advert
+    seen = [{each.advert.peer_id: _here(each) for each in status.seen}.values() for status in statuses]
+    adverts = sorted(chain.from_iterable(seen), key=lambda advert: advert.announced_at)
+    counts, newest = Counter(advert.peer_id for advert in adverts), {advert.peer_id: advert for advert in adverts}
     return [newest[peer] for peer in sorted(counts) if 2 * counts[peer] > len(statuses)]
 
 

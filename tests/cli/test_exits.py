@@ -39,6 +39,8 @@ def _os_error(number: int, *filename: str) -> OSError:
             1,
             "error: FileNotFoundError: [Errno 2] No such file or directory: 'x' (a bug; ",
         ),
+        # As os.getcwd raises it; noloco swarm and noloco sim called it a bug.
+        (_os_error(errno.ENOENT), 2, "error: the current directory no longer exists: change to another one\n"),
         (_os_error(errno.ENOSPC, "x"), 2, "error: x cannot be written: No space left on device; free some space\n"),
         (_os_error(errno.EDQUOT), 2, "error: the output cannot be written: Disk quota exceeded; free some space\n"),
         (ConfigError("it is\x1b wrong\nand long"), 2, "error: it is  wrong\nand long\n"),
