@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from noloco_p2p.core.status import AnyReplica, Resource, Status, Wait
+from noloco_p2p.humanize import figure
 
 STEPS_LATE = 10
 """A training node has stalled if it has taken no inner step for this many times the median step."""
@@ -24,8 +25,7 @@ class HealthProblem(NamedTuple):
 
 def problem_line(status: Status) -> str | None:
     """What is wrong with a node, in one line; None if nothing is."""
-    found = problem(status)
-    return found.line if found is not None else None
+    return (found := problem(status)) and found.line
 
 
 def problem(status: Status) -> HealthProblem | None:
@@ -39,7 +39,7 @@ def problem(status: Status) -> HealthProblem | None:
             return HealthProblem(f"wait {wait.what} {wait.whom} {wait.why}", f"overdue: {sentence(wait)}")
     late_s = lateness_s(status)
     if late_s is not None:
-        line = f"no inner step for {late_s:.0f} s, the median is {status.step_took_s or 0.0:.2g} s"
+        line = f"no inner step for {late_s:.0f} s, the median is {figure(status.step_took_s or 0.0, 2)} s"
         holder = longest_wait(status)
         return HealthProblem("step", line if holder is None else f"{line}: {sentence(holder)}")
     return None
@@ -72,6 +72,6 @@ def longest_wait(status: Status) -> Wait | None:
 
 def sentence(wait: Wait) -> str:
     """A wait in words: how long it has lasted, its limit, what for, from whom, and on whose behalf."""
-    limit = "" if wait.deadline_s is None else f" (at most {wait.deadline_s:.3g} s)"
+    limit = "" if wait.deadline_s is None else f" (at most {figure(wait.deadline_s)} s)"
     why = "" if wait.why is None else f" ({wait.why})"
-    return f"waited {wait.since_s:.3g} s{limit} for {wait.what} from {wait.whom}{why}"
+    return f"waited {figure(wait.since_s)} s{limit} for {wait.what} from {wait.whom}{why}"

@@ -55,6 +55,11 @@ def test_a_node_at_work_is_well() -> None:
             "overdue: waited 11.2 s (at most 10 s) for gradient from 12D3other (microbatch 3 of 12D3me)",
         ),
         (Wait("gradient", "12D3other", 10.9, 10.0), None),
+        # It said 1.23e+04 s and 1e+03 s.
+        (
+            Wait("gradient", "12D3other", 12_345.0, 1000.0),
+            "overdue: waited 12,345 s (at most 1,000 s) for gradient from 12D3other",
+        ),
         (Wait("forward", Resource.DEVICE, 67.0, 60.0), "overdue: waited 67 s (at most 60 s) for forward from device"),
         (Wait("forward", Resource.DEVICE, 65.0, 60.0), None),
         (Wait("free replica", AnyReplica(1), 0.9, 0.1), None),
@@ -94,6 +99,8 @@ def test_the_line_names_the_wait_that_leads_on_and_no_idle_one() -> None:
     assert "waited 9 s for place in flight" in (problem_line(replace(alone, waits=WELL.waits[:2])) or "")
     idle = replace(WELL, since_step_s=42.0, waits=WELL.waits[:1])
     assert problem_line(idle) == "no inner step for 42 s, the median is 1 s"
+    slow = replace(idle, since_step_s=4200.0, step_took_s=123.4)
+    assert problem_line(slow) == "no inner step for 4200 s, the median is 123 s"
 
 
 def test_a_silent_loop_comes_first() -> None:
