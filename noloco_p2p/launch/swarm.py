@@ -224,15 +224,15 @@ class LocalSwarm:
         self._display.show(list(map(row, self._nodes)), [], f"{left} of {len(self._nodes)} nodes have left")
 
     def _exit_code(self, completed: bool) -> int:
-        if self._signals:
-            return 128 + self._signals[0]
         if self._failed is not None:
             code = self._failed.exit_code or 1
             how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
             print(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", file=sys.stderr)
             for line in self._failed.last_lines(LOG_LINES):
                 print(f"  {line}", file=sys.stderr)
-            return 2 if code == 2 else 1
+            return 128 + self._signals[0] if self._signals else 2 if code == 2 else 1
+        if self._signals:
+            return 128 + self._signals[0]
         if self._cut_off:
             print("error: the relay of --link died, so no node could reach another", file=sys.stderr)
             return 1

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from math import exp, log
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from processes import NOLOCO, SMALL, NodeProcess, node_processes, settings, wait_until, working_below
@@ -234,6 +235,18 @@ def test_a_node_that_dies_is_reported_and_the_others_are_stopped(tmp_path: Path)
     assert summary["completed"] is False
     assert [node["exit_code"] for node in summary["nodes"]] == [0, -9]
     assert summary["nodes"][1]["peer_id"] == victim.peer_id
+
+
+def test_a_node_that_failed_is_reported_even_if_somebody_then_stops_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C while the other nodes finished their work left nothing but the exit code 130: no node, no reason."""
+    failed = SimpleNamespace(name="0-1", exit_code=1, log="run/0-1.log", last_lines=lambda count: ["no space left"])
+    launcher = SimpleNamespace(_signals=[signal.SIGINT], _failed=failed)
+    assert LocalSwarm._exit_code(cast(LocalSwarm, launcher), False) == 130
+    assert capsys.readouterr().err == (
+        "error: node 0-1 ended with exit code 1; the end of run/0-1.log:\n  no space left\n"
+    )
 
 
 def test_a_node_that_refuses_its_settings_leads_to_exit_code_2(tmp_path: Path) -> None:
