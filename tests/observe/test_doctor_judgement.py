@@ -1,16 +1,18 @@
 """Judgements of `noloco doctor`: whose clock is wrong, and which speed the links and the device allow."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from diagnosed import advert
 
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.io.dht import join_handshake
 from noloco_p2p.observe.diagnosis.findings import Finding
 from noloco_p2p.observe.doctor import peers
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
-from noloco_p2p.observe.doctor.run_requirements import StageLinks, expected_rate, round_seconds
+from noloco_p2p.observe.doctor.run_requirements import RunRequirements, StageLinks, expected_rate, round_seconds
 
 # --- clocks -------------------------------------------------------------------------------------------------------
 
@@ -102,6 +104,14 @@ def test_a_middle_stage_transfers_twice_as_much_and_the_last_sends_nothing_on() 
 def test_an_outer_round_takes_its_transfer_time_and_a_round_trip() -> None:
     assert round_seconds(10_000_000, StageLinks(0.5, 1e6)) == 10.5
     assert round_seconds(10_000_000, StageLinks(0.5, None)) is None
+
+
+@pytest.mark.parametrize(("announced", "found"), [(1e-310, None), (4.0, (0.25, "as announced by its replicas"))])
+def test_an_absurd_speed_that_a_replica_announces_is_ignored(announced: float, found: tuple[float, str] | None) -> None:
+    """The time of a microbatch was infinite, which noloco doctor --json could not write: a traceback."""
+    needs = RunRequirements(DoctorReport(), RunManifest(), NodeConfig(), None)
+    replica = replace(advert(0, 0), microbatches_per_s=announced)
+    assert asyncio.run(needs._device_seconds(0, 1000, [replica])) == found
 
 
 @pytest.mark.parametrize("stage", [0, 1])
