@@ -480,6 +480,19 @@ def test_a_stage_with_one_replica_is_a_warning() -> None:
     assert diagnose(list(nodes.values())).sentence.startswith("training: "), "a warning does not replace the progress"
 
 
+@pytest.mark.parametrize("stalled", ["S0R0", "S0R2"])
+def test_a_stall_is_not_hidden_by_an_overdue_wait_for_the_same_node(stalled: str) -> None:
+    """It was, if the peer id of the node with the overdue wait came first: a warning instead of an error."""
+    nodes = swarm()
+    nodes["S0R1"] = waiting(nodes["S0R1"], wait("batch", Resource.DATA, 30.0))
+    for name in ("S0R0", "S0R2"):
+        nodes[name] = waiting(nodes[name], wait("snapshot", peer(0, 1), 20.0, 10.0, ForRound(12)))
+    nodes[stalled] = with_status(nodes[stalled], since_step_s=40.0)
+    (found,) = _found(nodes)
+    assert (found.name, found.severity) == ("stall", "error")
+    assert found.sentence.startswith("no inner step for 40 s: node 12D3…xS0R1 of stage 0 has waited 30 s for batch")
+
+
 @pytest.mark.parametrize(
     ("stages", "which"), [(2, "stages 0, 1"), (12, "stages 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"), (13, "13 stages")]
 )

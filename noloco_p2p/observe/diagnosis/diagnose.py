@@ -129,7 +129,7 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
         # node itself.
         last = max(paths[peer].last, key=lambda end: end[1].since_s, default=None)
         at, wait = (peer, overdue or health.longest_wait(status)) if last is None else last
-        if at in found:
+        if at in found and (late_s is None or found[at].finding.name == "stall"):
             continue
         waits = f"{swarm.name(at)} waits for nothing"
         if wait is not None:
