@@ -480,6 +480,14 @@ def test_a_stage_with_one_replica_is_a_warning() -> None:
     assert diagnose(list(nodes.values())).sentence.startswith("training: "), "a warning does not replace the progress"
 
 
+@pytest.mark.parametrize(("age_s", "thin"), [(12.0, False), (16.0, True)])
+def test_a_replica_that_cannot_be_asked_counts_while_it_announces_itself(age_s: float, thin: bool) -> None:
+    """Beside a replica whose status port is closed, the other one was said to be the only one of its stage."""
+    nodes = swarm(2, 2)
+    nodes["S1R0"] = _announced(silent(nodes["S1R0"]), age_s)
+    assert _names(nodes) == ["unreachable", "stage-thin"][: 1 + thin]
+
+
 @pytest.mark.parametrize("stalled", ["S0R0", "S0R2"])
 def test_a_stall_is_not_hidden_by_an_overdue_wait_for_the_same_node(stalled: str) -> None:
     """It was, if the peer id of the node with the overdue wait came first: a warning instead of an error."""

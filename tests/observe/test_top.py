@@ -256,7 +256,7 @@ def test_json_output_is_complete() -> None:
         "states": {"silent": 1, "training": 1},
         "tokens_per_s": 2050.0,
     }
-    assert {finding["name"] for finding in shown["findings"]} == {"unreachable", "stage-thin"}
+    assert {finding["name"] for finding in shown["findings"]} == {"unreachable"}
 
 
 def wait_json(what: str, whom: str, since_s: float, deadline_s: float, why: str) -> dict[str, Any]:

@@ -214,12 +214,12 @@ def _stages(swarm: SwarmView) -> Iterator[Cause]:
     thin: list[int] = []
     for stage in range(swarm.stages):
         replicas = swarm.of_stage(stage, IN_ROUNDS)
-        answering = sum(report.status is not None for report in replicas)
+        answering = any(report.status is not None for report in replicas)
         # A replica that has just announced itself may be training, with only its status port closed to the observer.
-        old = all(report.age_s > ADVERT_OLD_S for report in replicas)
-        if not answering and (swarm.deserted_s(stage) > 0 or old):
+        there = sum(report.status is not None or report.age_s <= ADVERT_OLD_S for report in replicas)
+        if not answering and (swarm.deserted_s(stage) > 0 or not there):
             yield _empty_stage(swarm, stage, replicas)
-        elif answering == 1:
+        elif there == 1:
             thin.append(stage)
     if thin:
         which = f"stages {', '.join(map(str, thin))}" if len(thin) <= 12 else plural(len(thin), "stage")
