@@ -488,6 +488,11 @@ def test_a_replica_that_cannot_be_asked_counts_while_it_announces_itself(age_s: 
     assert _names(nodes) == ["unreachable", "stage-thin"][: 1 + thin]
 
 
+def test_a_version_that_most_nodes_do_not_tell_is_called_unknown() -> None:
+    nodes = {name: with_advert(r, version="" if name != "S0R0" else "0.1.0") for name, r in swarm().items()}
+    assert _found(nodes)[0].sentence == "12D3…xS0R0: version 0.1.0, the others have unknown"
+
+
 @pytest.mark.parametrize("stalled", ["S0R0", "S0R2"])
 def test_a_stall_is_not_hidden_by_an_overdue_wait_for_the_same_node(stalled: str) -> None:
     """It was, if the peer id of the node with the overdue wait came first: a warning instead of an error."""
