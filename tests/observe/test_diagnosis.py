@@ -522,6 +522,23 @@ def test_after_the_end_of_a_run_no_replica_is_missing() -> None:
     assert _found(nodes) == [], "stage 0 may leave first"
 
 
+def test_a_run_goes_on_while_stage_0_works_although_another_node_has_finished() -> None:
+    nodes = swarm(2, 2)
+    nodes["S1R0"] = with_advert(nodes["S1R0"], state="finished", step=5000.0)
+    assert diagnose(list(nodes.values())).sentence.startswith("training: step 1,234 of 5,000 (25 %), 4 nodes, ")
+
+
+def test_a_run_has_begun_once_a_node_trains_although_none_has_ended_a_step() -> None:
+    nodes = {name: with_status(r, inner_steps=0) for name, r in swarm().items()}
+    assert diagnose(list(nodes.values())).sentence.startswith("training: ")
+
+
+def test_of_many_stages_that_lack_replicas_three_are_named() -> None:
+    nodes = {name: with_status(r, inner_steps=0, start_replicas=2) for name, r in swarm(6, 1, "starting").items()}
+    named = "1 more replica of stage 0, 1 more replica of stage 1, 1 more replica of stage 2"
+    assert _found(nodes)[0].sentence == f"waiting for {named} and of 3 other stages: the run has not begun"
+
+
 def _not_begun(state: str) -> Nodes:
     nodes = {name: with_status(r, inner_steps=0) for name, r in swarm(2, 2, state).items()}
     return {name: waiting(r, wait("replicas of every stage", Resource.SWARM, 30.0)) for name, r in nodes.items()}

@@ -1,7 +1,7 @@
 """Following waits from node to node to their cause, and the diagnosis of arbitrary statuses."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 from diagnosed import (
@@ -67,6 +67,11 @@ def test_a_chain_of_waits_leads_to_the_stuck_device() -> None:
 def test_thousands_of_waits_that_strangers_claim_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten nodes that claimed to wait for each other and for a stage of 1,000 held `noloco top` up for 37 s."""
     nodes, looked = swarm(2, 10), list[int]()
+
+    def of_stage(swarm: SwarmView, stage: int, states: Collection[str]) -> list[Report]:
+        looked.append(stage)
+        return whole(swarm, stage, states)
+
     for number in range(8):
         whys = [why(10 * number + each) for each in range(20)]
         calls = [wait("gradient", peer(0, (number + 1 + k) % 8), 90.0, None, one) for k, one in enumerate(whys)]
@@ -74,8 +79,8 @@ def test_thousands_of_waits_that_strangers_claim_are_followed_once(monkeypatch: 
         stage = [wait("microbatches", AnyReplica(0), 90.0)] * 20
         served = [Serving(peer(0, 0), why(counter), 9.0) for counter in range(80)]
         nodes[f"S0R{number}"] = waiting(nodes[f"S0R{number}"], *calls, *steps, *stage, serving=served)
-    of_stage = SwarmView.of_stage
-    monkeypatch.setattr(SwarmView, "of_stage", lambda self, *of: looked.append(of[0]) or of_stage(self, *of))
+    whole = SwarmView.of_stage
+    monkeypatch.setattr(SwarmView, "of_stage", of_stage)
     diagnose(list(nodes.values()))
     assert len(looked) < 4 * len(nodes)
 
