@@ -32,6 +32,7 @@ BROAD: dict[str, str] = {
     "compute/device.py:DeviceThread._run": "it is raised again in the task that waits for the call",
     "sim/device.py:SimDevice._perform": "it is raised again in the task that waits for the call",
     "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
+    "lab/sim_command.py:simulate": "a bug is reported with the seed that shows it, and the other seeds run",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
     "io/data/tokenizers.py:_from_transformers": "tokenizers raises nothing more particular",
     "io/dht/port_mapping.py:_answer": "miniupnpc raises nothing more particular",

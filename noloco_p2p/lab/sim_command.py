@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -153,6 +154,8 @@ def simulate(
         laws.judge(swarm, outcome)
     except (AssertionError, NolocoError) as error:
         broken = f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - a bug, which must not keep other seeds from running
+        broken = f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
     wall_s = time.perf_counter() - began_at
     if outcome is not None:
         tokens, stages = request.scenario.tokens_per_microbatch, len(request.scenario.replicas)

@@ -18,8 +18,7 @@ from noloco_p2p.sim.payloads import Payload
 DEAD_LINK_S = 15.0
 """Time after which both ends of a gRPC connection notice that the other one has silently gone."""
 RESENT_S = 0.2
-"""Delay after which TCP retransmits what a cut has swallowed. With each further retransmission the time since the first
-attempt doubles."""
+"""When TCP first retransmits what a cut has swallowed; each time the time since the first attempt doubles."""
 
 T = TypeVar("T")
 
@@ -270,6 +269,7 @@ class SimCall(Generic[T]):
             case Exception():
                 if self._alive:
                     self.network.bugs.append(error)
+                    self.network.on_bug()
                 return Declined(f"{self.callee} failed: {type(error).__name__}: {error}")
         raise error
 

@@ -92,8 +92,9 @@ class SimSwarm:
         """What each node has written; it outlives the node's processes."""
         self.processes: list[SimProcess] = []
         """In the order of their starts."""
-        self._started = asyncio.Event()
-        """Set when a node has been started since the run last looked."""
+        self._news = asyncio.Event()
+        """Set when a node has been started, or a handler has raised a bug, since the run last looked."""
+        self.network.on_bug = self._news.set
         self._restarts: dict[asyncio.Task[None], None] = {}
         self._schedule: list[tuple[float, Callable[[], object]]] = []
 
@@ -139,7 +140,7 @@ class SimSwarm:
         context.run(PROCESS.set, peer)
         process.task = _loop().create_task(self._run_process(process), name=peer, context=context)
         self.processes.append(process)
-        self._started.set()
+        self._news.set()
 
     def crash(self, peer: PeerId) -> None:
         """Kill a process at once: nothing that it still does has any effect. Its advert stays until it expires."""
@@ -210,24 +211,23 @@ class SimSwarm:
     def run(self, limit_s: float = 3600.0, *, tolerate: bool = False) -> Outcome:
         """Run until every node has ended. Raises Deadlock if that cannot happen within `limit_s` virtual seconds.
 
-        Without `tolerate`, raises the first error of a handler or of a node that did not crash.
+        Without `tolerate`, an error of a handler, or of a node that did not crash, ends the run and is raised.
         """
-        outcome = run(self._main(), limit_s=limit_s)
-        errors = [one.error for one in outcome.processes if one.error is not None and not one.crashed]
-        for error in () if tolerate else (*outcome.bugs, *errors):
-            raise error
-        return outcome
+        return run(self._main(tolerate), limit_s=limit_s)
 
-    async def _main(self) -> Outcome:
+    async def _main(self, tolerate: bool) -> Outcome:
         for stage, count in enumerate(self.plan.replicas):
             for replica in range(count):
                 self.start(stage, replica)
         schedule = asyncio.create_task(self._follow_schedule())
         while pending := self._pending(schedule):
-            self._started.clear()
-            started = asyncio.create_task(self._started.wait())
-            await asyncio.wait([*pending, started], return_when="FIRST_COMPLETED")
-            started.cancel()
+            self._news.clear()
+            news = asyncio.create_task(self._news.wait())
+            await asyncio.wait([*pending, news], return_when="FIRST_COMPLETED")
+            news.cancel()
+            errors = [one.error for one in self.processes if one.error is not None and not one.crashed]
+            for error in () if tolerate else (*self.network.bugs, *errors):
+                raise error
             if schedule.done():
                 schedule.result()
         schedule.cancel()

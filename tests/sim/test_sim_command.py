@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from unsteady import Deadly, Unsteady
 
 from noloco_p2p.cli.main import app
+from noloco_p2p.core.snapshots import FrozenRound
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab import sim_command
 from noloco_p2p.lab.sim_command import SimOptions, SimRequest, SimRun, first_difference, run_sim
@@ -25,6 +26,7 @@ from noloco_p2p.launch import progress_line
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.recording import RecordingStage
 from noloco_p2p.sim.scenario import Scenario
 
 SMALL = ("replicas=[2, 2]", "run.steps=6", "run.outer.inner_steps=3", "run.microbatches_per_step=2")
@@ -195,6 +197,28 @@ def test_a_seed_that_breaks_a_law_is_reported_with_the_command_that_repeats_it(
     assert [one["seed"] for one in found["failed"]] == [8]
     assert 0 < found["figures"]["share_of_bound"]["mean"] < 1
     assert found["figures"]["tokens_per_s"]["runs"] == 3, "a run that broke a law still has figures"
+
+
+def test_a_bug_of_a_node_is_reported_with_its_seed_and_ends_only_that_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merge = RecordingStage.merge
+
+    def fails(stage: RecordingStage, mine: FrozenRound, *rest: Any) -> float | None:
+        if mine.round == 1 and stage.state.index == 1:
+            raise KeyError("planted")
+        return merge(stage, mine, *rest)
+
+    monkeypatch.setattr(RecordingStage, "merge", fails)
+    assert run_sim(SimOptions(sets=(*SMALL, "limit_s=1000"), seeds="7:9", jobs=1)) == 1
+    heard = capsys.readouterr()
+    assert "2 runs, 2 of which broke a law" in heard.out
+    assert [line for line in heard.err.splitlines() if line.startswith("seed")] == [
+        "seed 7: KeyError: 'planted'",
+        "seed 8: KeyError: 'planted'",
+    ]
+    assert run_sim(SimOptions(sets=SMALL, seed=7)) == 1
+    assert ", in fails\n" in capsys.readouterr().err, "one run also shows where"
 
 
 def test_several_processes_give_the_same_results_as_one(capsys: pytest.CaptureFixture[str]) -> None:
