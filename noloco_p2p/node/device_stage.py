@@ -38,9 +38,8 @@ class DeviceStage:
 
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """As in the port."""
-        return await self._device.call(
-            Operation.BACKWARD, partial(self._open_stage().backward, graph, microbatch, gradient)
-        )
+        work = partial(self._open_stage().backward, graph, microbatch, gradient)
+        return await self._device.call(Operation.BACKWARD, work)
 
     async def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
@@ -90,16 +89,18 @@ class DeviceStage:
         return await self._device.call(Operation.OUTER, partial(self._open_stage().merge, mine, theirs, counted))
 
     async def adopt(self, theirs: Snapshot) -> None:
-        """As in the port."""
+        """As in the port. Its time belongs to no inner step."""
         await self._device.call(Operation.OUTER, partial(self._open_stage().adopt, theirs))
+        self._device.post(self._device.take_busy_s)
 
     async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """As in the port."""
         return await self._device.call(Operation.OUTER, partial(self._open_stage().capture, round, step, inner_steps))
 
     async def restore(self, theirs: ReplicaState) -> None:
-        """As in the port."""
+        """As in the port. Its time belongs to no inner step."""
         await self._device.call(Operation.OUTER, partial(self._open_stage().restore, theirs))
+        self._device.post(self._device.take_busy_s)
 
     def running_s(self) -> float:
         """For how many seconds the device has been at the running call; 0.0 if it is idle."""

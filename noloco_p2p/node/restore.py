@@ -137,9 +137,8 @@ class WeightRestorer:
         """
         node = self._node
         with node.waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
-            state = await self._unless_leaving(
-                self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
-            )
+            transfer = self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
+            state = await self._unless_leaving(transfer)
         if state.stage != node.index:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
         if state.fresh_round != donor.fresh_round:
