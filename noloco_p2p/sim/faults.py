@@ -137,9 +137,6 @@ class FaultySwarm(SimSwarm):
         adverts = [one.node.state.advert for one in self.processes if one.running and self._reach(peer, one.peer)]
         others = [advert for advert in adverts if advert.peer_id != peer]
 
-        def trains_since(mate: PeerId) -> float:
-            return self.process(mate).trace.of("state")[-1].at_s
-
         def listed(advert: Advert) -> list[int]:
             held = [holding for holding in advert.holds if holding.stage == index]
             events = self.process(advert.peer_id).trace.of("guarded") if held else []
@@ -154,7 +151,7 @@ class FaultySwarm(SimSwarm):
         mates = [a for a in others if a.stage == index and a.state in TRAINED]
         return AvailableWeights(
             now,
-            tuple(age(mate) for mate in mates if trains_since(mate.peer_id) <= listed_at),
+            tuple(age(one) for one in mates if self.process(one.peer_id).trace.of("state")[-1].at_s <= listed_at),
             tuple(age(a) for a in everybody if a.stage == index and a.state in TRAINED),
             tuple(held for advert in others for held in listed(advert)),
             tuple(h.age for h in self.disks[peer].held(intact=True) if h.stage == index),

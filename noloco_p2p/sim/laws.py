@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from itertools import pairwise
 from math import inf
 from statistics import median_low
@@ -110,11 +111,12 @@ def progress_counts_once(process: SimProcess) -> None:
 
 
 def weights_are_what_was_frozen(process: SimProcess) -> None:
-    """The weights that a stage loads are bit for bit those that a replica of the stage froze at that round."""
+    """The weights that a stage loads or merges are bit for bit those that a replica of the stage froze at that round."""
     for stage in recording_stages(process):
         for one in stage.loaded:
-            assert one.frozen_theta is not None, f"{process.peer} loaded weights that {one.origin} never froze: {one}"
-            assert one.theta == one.frozen_theta, f"{process.peer} loaded {one.theta} for {one.frozen_theta}"
+            assert one.theta == one.frozen_theta, f"{process.peer} loaded what {one.origin} never froze: {one}"
+        for merge in stage.merged:
+            assert merge.frozen, f"{process.peer} merged what {merge.partner} never froze: {merge}"
 
 
 def weights_survive(swarm: FaultySwarm) -> None:
@@ -166,8 +168,7 @@ def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
             faults = [fault for fault in swarm.begun if fault.ends_s <= merge.at_s]
             cut_off = [fault.ends_s for fault in faults if fault.separates(process.peer, merge.partner)]
             known_s = max([came[-1].at_s, *cut_off]) + swarm.listed_s
-            early = merge.frozen_at_s < known_s
-            assert early, f"{process.peer} merged {merge} of a newcomer: {came[-1]}"
+            assert merge.frozen_at_s < known_s, f"{process.peer} merged {merge} of a newcomer: {came[-1]}"
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -190,9 +191,7 @@ def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, 
     ]
     stages = range(swarm.plan.manifest.stages)
     served = [union(spans for _, held, spans in sound if held == stage) for stage in stages]
-    healthy = served[0]
-    for spans in served[1:]:
-        healthy = common(healthy, spans)
+    healthy = reduce(common, served)
     for process, held, spans in sound:
         if held != 0:
             continue

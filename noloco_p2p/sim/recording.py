@@ -48,6 +48,8 @@ class MergedSnapshot:
     """When its round was frozen and the partner was chosen."""
     round: int
     partner: PeerId
+    frozen: bool
+    """Whether it is what the partner froze."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class FrozenWeights:
     """All weights that nodes of a swarm froze, and that others may load later."""
 
     snapshots: dict[tuple[PeerId, int, int, int], set[Values]] = field(default_factory=dict)
-    """θ by (peer, stage, round, step)."""
+    """θ and then u, by (peer, stage, round, step)."""
     states: dict[tuple[PeerId, Values], frozenset[MicrobatchId]] = field(default_factory=dict)
     """Counted ids by (peer, values of the full state)."""
 
@@ -177,23 +179,24 @@ class RecordingStage(LinearStage):
         self._at_freeze[round] = FrozenProgress(now_s(), self._trained, (*map(sub, self.theta, self.base),))
         for old in sorted(self._at_freeze)[:-FROZEN_ROUNDS]:
             del self._at_freeze[old]
-        self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set()).add((*self.theta,))
-        return super().snapshot(round, step)
+        frozen = super().snapshot(round, step)
+        known = self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set())
+        known.add(_values(frozen.weights, frozen.vector))
+        return frozen
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """Records the state, with the ids that these weights include."""
         state = super().capture(round, step, inner_steps)
         ended = len(self.counted) - len(self._used)
         begun, lineage = (self.loaded[-1].counted_before, self.loaded[-1].lineage) if self.loaded else (0, frozenset())
-        self._frozen.states[self.peer, _values(state)] = lineage | {one.microbatch for one in self.counted[begun:ended]}
+        self._frozen.states[self.peer, _values(*state.tensors)] = lineage | {one.microbatch for one in self.counted[begun:ended]}
         return state
 
     def adopt(self, theirs: Snapshot) -> None:
         """Records the call."""
         super().adopt(theirs)
         theta = (*self.theta,)
-        frozen = self._frozen.snapshots.get((theirs.peer, self.state.index, theirs.round, theirs.step), set())
-        found = theta if theta in frozen else None
+        found = next((theta for values in self._known(theirs) if values[:2] == theta), None)
         self._trained = (0.0, 0.0)
         self.loaded.append(
             LoadedWeights("adopt", theirs.peer, theirs.round, theta, found, frozenset(), len(self.counted))
@@ -202,7 +205,7 @@ class RecordingStage(LinearStage):
     def restore(self, theirs: ReplicaState) -> None:
         """Records the call."""
         super().restore(theirs)
-        values = _values(theirs)
+        values = _values(*theirs.tensors)
         lineage = self._frozen.states.get((theirs.peer, values))
         found = None if lineage is None else values[:2]
         self._trained = tuple(map(sub, self.theta, self.base))
@@ -213,7 +216,8 @@ class RecordingStage(LinearStage):
         """Records the call, and compares what it made of the trained progress with what inner steps added."""
         frozen = self._at_freeze[mine.round]
         for one in theirs:
-            self.merged.append(MergedSnapshot(now_s(), frozen.at_s, mine.round, one.peer))
+            known = _values(one.sample, one.vector) in self._known(one)
+            self.merged.append(MergedSnapshot(now_s(), frozen.at_s, mine.round, one.peer, known))
         result = super().merge(mine, theirs, counted)
         self._trained = tuple(map(sub, self._trained, frozen.trained))
         kept = tuple(map(sub, self.theta, self.base))
@@ -223,11 +227,15 @@ class RecordingStage(LinearStage):
                 self.miscounted.append(f"round {mine.round}: {what} is {found}, steps added {added}")
         return result
 
+    def _known(self, theirs: Snapshot | PartnerVector) -> set[Values]:
+        """What a replica of this stage froze at that round."""
+        return self._frozen.snapshots.get((theirs.peer, self.state.index, theirs.round, theirs.step), set())
+
 
 def now_s() -> float:
     """Virtual time."""
     return asyncio.get_running_loop().time()
 
 
-def _values(state: ReplicaState) -> Values:
-    return tuple(tensor.data.cast("d")[0] for tensor in state.tensors)
+def _values(*tensors: HostTensor) -> Values:
+    return tuple(value for tensor in tensors for value in tensor.data.cast("d"))

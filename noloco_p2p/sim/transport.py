@@ -217,9 +217,8 @@ class SimTransport:
     ) -> T:
         """Make one call. `options`: further fields of `SimCall`."""
         self._check_alive()
-        call = partial(SimCall, self._network, self._me, peer.peer_id, invoke, deadline_s, what)
-        answer: T = await call(**options).result()
-        return answer
+        call: SimCall[T] = SimCall(self._network, self._me, peer.peer_id, invoke, deadline_s, what, **options)
+        return await call.result()
 
     def _check_alive(self) -> None:
         if self.dead:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from elastic import plan_of
@@ -15,7 +15,7 @@ from lawful import broken
 from noloco_p2p.core import resume, schedule
 from noloco_p2p.core.intake import AttemptKey, Intake
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState
-from noloco_p2p.core.snapshots import FrozenRound
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
 from noloco_p2p.core.spent_ids import SpentIds
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.lab.scenario_files import load
@@ -135,6 +135,18 @@ def test_weights_that_changed_in_transit_are_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LinearStage, "restore", bent)
     assert "s1r1 loaded" in str(planted(CAME))
+
+
+def test_a_partners_snapshot_that_changed_in_transit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = LinearStage.decode
+
+    def bent(stage: LinearStage, *arguments: Any, **options: Any) -> PartnerVector:
+        theirs = decode(stage, *arguments, **options)
+        vector = array("d", [value + 1e-12 for value in theirs.vector.data.cast("d")])
+        return replace(theirs, vector=replace(theirs.vector, data=memoryview(vector.tobytes())))
+
+    monkeypatch.setattr(LinearStage, "decode", bent)
+    assert " never froze: MergedSnapshot(" in str(planted())
 
 
 def test_a_microbatch_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
