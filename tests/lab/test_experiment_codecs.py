@@ -108,3 +108,6 @@ def test_the_report_says_which_outer_codecs_are_within_the_noise() -> None:
     assert "nats above full, beyond the seed noise of 0.0141." in text
     assert "| 2.00 |" in text
     assert "| 4.0% |" in text
+    for one in found[OuterCase("matched", "int4")]:
+        one |= {"validation_loss": None, "merged_loss": None, "spread": None}
+    assert "| matched | int4 | – | – | – | – | " in markdown(outer_codecs.report(results(found))), "it diverged"

@@ -87,8 +87,8 @@ def report(results: Results) -> list[Block]:
 
 def _table(groups: Groups) -> Block:
     def wider(one: OuterCase) -> str:
-        mine, theirs = (statistics.fmean(known(groups[case], "spread")) for case in (one, one.base))
-        return f"{mine / theirs:.2f}"
+        mine, theirs = (known(groups[case], "spread") for case in (one, one.base))
+        return f"{statistics.fmean(mine) / statistics.fmean(theirs):.2f}" if mine and theirs else "–"
 
     columns: Columns = {
         "pairs": lambda one: one.pairing,
