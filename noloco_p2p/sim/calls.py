@@ -23,11 +23,6 @@ RESENT_S = 0.2
 T = TypeVar("T")
 
 
-def resent_after_s(waited_s: float) -> float:
-    """Seconds until TCP next retransmits a message that was first sent `waited_s` ago."""
-    return max(RESENT_S, waited_s)
-
-
 @dataclass(slots=True, eq=False)
 class SimCall(Generic[T]):
     """One call, which creating this object makes. Its `result` must be awaited.
@@ -212,7 +207,7 @@ class SimCall(Generic[T]):
         """If a message first sent `waited_s` ago meets a cut, schedule its retransmission. Returns whether it did."""
         if waited_s >= DEAD_LINK_S or not self.network.cut(sender, receiver):
             return False
-        later_s = resent_after_s(waited_s)
+        later_s = max(RESENT_S, waited_s)
         self._step = self._loop.call_later(later_s, arrive, waited_s + later_s)
         return True
 
@@ -269,7 +264,7 @@ class SimCall(Generic[T]):
             case Exception():
                 if self._alive:
                     self.network.bugs.append(error)
-                    self.network.on_bug()
+                    self.network.news.set()
                 return Declined(f"{self.callee} failed: {type(error).__name__}: {error}")
         raise error
 

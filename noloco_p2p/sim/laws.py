@@ -111,7 +111,7 @@ def progress_counts_once(process: SimProcess) -> None:
 
 
 def weights_are_what_was_frozen(process: SimProcess) -> None:
-    """The weights that a stage loads or merges are bit for bit those that a replica of the stage froze at that round."""
+    """The weights that a stage loads or merges are bit for bit those that a replica of it froze at that round."""
     for stage in recording_stages(process):
         for one in stage.loaded:
             assert one.theta == one.frozen_theta, f"{process.peer} loaded what {one.origin} never froze: {one}"

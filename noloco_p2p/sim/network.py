@@ -43,8 +43,8 @@ class Network:
         """Message sizes to account for; None: the sizes of the actual tensors."""
         self.bugs: list[Exception] = []
         """Exceptions that handlers raised although they must not; empty in a healthy swarm."""
-        self.on_bug: Callable[[], object] = lambda: None
-        """Called after each of them."""
+        self.news = asyncio.Event()
+        """Set when a handler has raised one, or the swarm has started a node."""
         self.traffic = Traffic(geography, self.cut)
         """The payloads in flight, and the counts of all bytes."""
         self.link: Callable[[PeerId, PeerId], Link] = cache(geography.link)

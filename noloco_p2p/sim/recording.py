@@ -189,7 +189,8 @@ class RecordingStage(LinearStage):
         state = super().capture(round, step, inner_steps)
         ended = len(self.counted) - len(self._used)
         begun, lineage = (self.loaded[-1].counted_before, self.loaded[-1].lineage) if self.loaded else (0, frozenset())
-        self._frozen.states[self.peer, _values(*state.tensors)] = lineage | {one.microbatch for one in self.counted[begun:ended]}
+        used = {one.microbatch for one in self.counted[begun:ended]}
+        self._frozen.states[self.peer, _values(*state.tensors)] = lineage | used
         return state
 
     def adopt(self, theirs: Snapshot) -> None:

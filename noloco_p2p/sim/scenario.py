@@ -30,6 +30,8 @@ FaultKind = Literal[
 ]
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Sigma = Annotated[float, Field(ge=0, le=10)]
+"""Of a log-normal factor; with more, factors would be larger than any float."""
 Probability = Annotated[float, Field(ge=0, le=1)]
 MAX_MICROBATCHES = 10_000
 """Upper limit on the microbatches that a node reads per step: the simulator holds all of them in memory."""
@@ -101,9 +103,9 @@ class ComputeSettings(Settings):
     measured: str | None = None
     """Path of a JSON file written by `noloco bench stage --json`, relative to this file. It provides the four values
     above, except for those that are set after it."""
-    spread: NonNegative = 0.0
+    spread: Sigma = 0.0
     """Sigma of the log-normal factor on each operation; 0: constant."""
-    node_spread: NonNegative = 0.0
+    node_spread: Sigma = 0.0
     """Sigma of the log-normal factor on each node's speed, drawn once; 0: all alike."""
 
 
@@ -134,7 +136,7 @@ class AccessSettings(Settings):
     """Upload, megabits per second (median over the nodes); none: no limit."""
     down_mbit_per_s: AboveZero | None = 10_000.0
     """Download, megabits per second (median over the nodes); none: no limit."""
-    spread: NonNegative = 0.0
+    spread: Sigma = 0.0
     """Sigma of the log-normal factor on both directions, drawn once per node; 0: all alike."""
 
 
@@ -147,7 +149,7 @@ class NetworkSettings(Settings):
     """The regions."""
     access: AccessSettings = AccessSettings()
     """A node's access line."""
-    spread: NonNegative = 0.0
+    spread: Sigma = 0.0
     """Sigma of the log-normal factor on each latency (jitter); 0: constant."""
     loss: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a packet is lost and sent again, which costs time and bandwidth."""
@@ -281,8 +283,7 @@ def shared_out(nodes: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
     total = sum(replicas)
     shares = [max(1, nodes * count // total) for count in replicas]
     for stage in sorted(range(len(shares)), key=lambda s: shares[s] - nodes * replicas[s] / total):
-        if sum(shares) < nodes:
-            shares[stage] += 1
+        shares[stage] += sum(shares) < nodes
     while sum(shares) > nodes:
         shares[shares.index(max(shares))] -= 1
     return tuple(shares)

@@ -92,9 +92,6 @@ class SimSwarm:
         """What each node has written; it outlives the node's processes."""
         self.processes: list[SimProcess] = []
         """In the order of their starts."""
-        self._news = asyncio.Event()
-        """Set when a node has been started, or a handler has raised a bug, since the run last looked."""
-        self.network.on_bug = self._news.set
         self._restarts: dict[asyncio.Task[None], None] = {}
         self._schedule: list[tuple[float, Callable[[], object]]] = []
 
@@ -140,7 +137,7 @@ class SimSwarm:
         context.run(PROCESS.set, peer)
         process.task = _loop().create_task(self._run_process(process), name=peer, context=context)
         self.processes.append(process)
-        self._news.set()
+        self.network.news.set()
 
     def crash(self, peer: PeerId) -> None:
         """Kill a process at once: nothing that it still does has any effect. Its advert stays until it expires."""
@@ -221,8 +218,8 @@ class SimSwarm:
                 self.start(stage, replica)
         schedule = asyncio.create_task(self._follow_schedule())
         while pending := self._pending(schedule):
-            self._news.clear()
-            news = asyncio.create_task(self._news.wait())
+            self.network.news.clear()
+            news = asyncio.create_task(self.network.news.wait())
             await asyncio.wait([*pending, news], return_when="FIRST_COMPLETED")
             news.cancel()
             errors = [one.error for one in self.processes if one.error is not None and not one.crashed]

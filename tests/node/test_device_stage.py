@@ -1,4 +1,4 @@
-"""What `DeviceStage` adds to the stage: graphs are freed when nobody waits for them, and inner steps know their time."""
+"""What `DeviceStage` adds to the stage: graphs that nobody waits for are freed, and inner steps know their time."""
 
 import asyncio
 import random

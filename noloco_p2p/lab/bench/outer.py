@@ -93,8 +93,7 @@ async def bytes_of_a_pull(port: int, spec: TensorSpec) -> int:
         moved += nbytes
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far = Stream(*await asyncio.open_connection("127.0.0.1", port))
-        await splice(Stream(reader, writer), far, count)
+        await splice(Stream(reader, writer), Stream(*await asyncio.open_connection("127.0.0.1", port)), count)
         ended.set()
 
     async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
