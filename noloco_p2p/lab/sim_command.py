@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from traceback import format_tb
 from typing import TYPE_CHECKING, Any
 
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.lab import scenario_files, sim_output
 from noloco_p2p.lab.processes import peak_bytes, workers
 from noloco_p2p.lab.sim_output import SwarmPosition
@@ -153,7 +154,8 @@ def simulate(
         outcome = swarm.run()
         laws.judge(swarm, outcome)
     except Exception as error:  # noqa: BLE001 - a bug must not keep other seeds from running
-        broken = f"{type(error).__name__}: {error}"
+        where = [] if isinstance(error, (AssertionError, NolocoError)) else format_tb(error.__traceback__)
+        broken = "\n".join([f"{type(error).__name__}: {error}", *where])
     wall_s = time.perf_counter() - began_at
     if outcome is not None:
         tokens, stages = request.scenario.tokens_per_microbatch, len(request.scenario.replicas)
@@ -254,8 +256,7 @@ def _twice(request: SimRequest, options: SimOptions) -> int:
 
 
 def _many(requests: Sequence[SimRequest], options: SimOptions) -> int:
-    failed: list[dict[str, Any]] = []
-    flats: list[dict[str, float]] = []
+    failed, flats = list[dict[str, Any]](), list[dict[str, float]]()
     wall_s, done, count = 0.0, 0, len(requests)
     with ProgressLine(lambda: (f"{done} of {count} runs", done / count), terminal_only=options.as_json) as line:
         for run in simulate_all(requests, options.jobs):

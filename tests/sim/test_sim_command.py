@@ -217,6 +217,8 @@ def test_a_bug_of_a_node_is_reported_with_its_seed_and_ends_only_that_run(
         "seed 7: KeyError: 'planted'",
         "seed 8: KeyError: 'planted'",
     ]
+    assert run_sim(SimOptions(sets=(*SMALL, "limit_s=1000"), seed=7)) == 1
+    assert ", in fails\n" in capsys.readouterr().err, "a single run says where the bug is"
 
 
 def test_several_processes_give_the_same_results_as_one(capsys: pytest.CaptureFixture[str]) -> None:
