@@ -196,7 +196,7 @@ class Joining:
         """Get the weights of a run that has begun, from the best source that has them. Returns a reason for the log, or
         None if the run has ended and only initial weights are left, which would pass for those of its end, or nobody
         has given any for as long as a transfer may take."""
-        node, began = self._node, self._node.now()
+        node, began, over = self._node, self._node.now(), self._swarm.first_stage_is_done
         broke_at: float | None = None
         self._weights.withhold()
         while not node.draining:
@@ -215,14 +215,14 @@ class Joining:
             for source in sources:
                 if node.draining:
                     break
-                fresh, over = source.kind == "fresh", self._swarm.first_stage_is_done()
+                fresh = source.kind == "fresh"
                 if source.kind == "wait":
                     self._report(f"waiting: {source.reason}")
-                elif fresh and not over and (await self._is_cut_off() or self._may_come_back(others, began, broke_at)):
+                elif fresh and not over() and (await self._is_alone() or self._may_come_back(others, began, broke_at)):
                     self._report(f"waiting for a node with weights of stage {node.index}")
                 elif source.kind != "peer" and await self._answers_after_all(others):  # Others may just have begun.
                     break
-                elif fresh and over:
+                elif fresh and over():
                     return None
                 elif await self._weights.restore(source):
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
@@ -257,7 +257,7 @@ class Joining:
         lifetimes = RETURN_LIFETIMES if rounds > 0 else 3 if listed or mates else 0
         return waited_s < lifetimes * ttl_s
 
-    async def _is_cut_off(self) -> bool:
+    async def _is_alone(self) -> bool:
         """Whether no node of any other stage answers. Fresh weights would be useless then, and wrong once others do."""
         node, swarm = self._node, self._swarm
         others = [a for a in swarm.members.all() if a.stage != node.index and a.state in membership.PRESENT]
@@ -266,10 +266,9 @@ class Joining:
 
     async def _answers_after_all(self, others: Sequence[Advert]) -> bool:
         """Whether a replica of this stage answers now, if none is in `others`: the line may be back."""
-        if any(map(self._is_living_mate, others)):
-            return False
         mates = self._swarm.members.of_stage(self._node.index, membership.TRAINED)
-        return bool(await self._swarm.inquiry.answering_now(mates, membership.TRAINED))
+        asks = not any(map(self._is_living_mate, others))
+        return asks and bool(await self._swarm.inquiry.answering_now(mates, membership.TRAINED))
 
     def _is_living_mate(self, advert: Advert) -> bool:
         return advert.stage == self._node.index and advert.state in membership.TRAINED

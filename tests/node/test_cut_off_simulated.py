@@ -129,3 +129,12 @@ def test_nor_does_a_newcomer_that_finds_the_others_as_they_wake() -> None:
     outcome = check(stopped(*faults, replicas=(2,), steps=40))
     [came] = outcome.trace.of("resumed")
     assert (came.peer, came.get("source")) == ("s0r2", "peer")
+
+
+def test_a_newcomer_does_not_begin_afresh_if_the_run_ends_while_it_asks_a_last_time() -> None:
+    """Its initial weights would pass for those of the last step. No replica of its stage answers it in time."""
+    cuts = (Fault(1.0, "cut", (f"s1r{i}", "s1r3"), 300.0) for i in range(3))
+    config = config_for(directory={"ttl_s": 2.0, "refresh_s": 0.5})
+    outcome = check(stopped(*cuts, Fault(5.0, "arrive", ("s1r3",)), replicas=(1, 3), steps=28, config=config))
+    assert not outcome.trace.of("resumed", "s1r3")
+    assert not outcome.trace.of("checkpoint", "s1r3")
