@@ -111,6 +111,18 @@ def test_a_newcomer_waits_for_the_checkpoint_of_a_stage_if_all_other_stages_rest
     assert lineages(outcome) == {0}
 
 
+def test_it_waits_for_it_too_if_the_node_that_showed_it_that_the_run_has_done_rounds_leaves_again() -> None:
+    """Those that come then know nothing of these rounds."""
+    stops = (Fault(LOST_S, "bounce", (peer,), for_s) for peer, for_s in (("s0r0", 10.0), ("s1r0", 40.0)))
+    comes = (Fault(LOST_S + at_s, "arrive", (peer,)) for peer, at_s in (("s1r1", 15.0), ("s0r1", 22.0)))
+    swarm = FaultySwarm(plan_of((1, 1), steps=60), (*stops, *comes, Fault(LOST_S + 20.0, "depart", ("s0r0",))))
+    swarm.run()
+    assert [(one.peer, one.source) for one in swarm.resumptions if one.peer[:2] == "s1"] == [
+        ("s1r0", "shard"),
+        ("s1r1", "peer"),
+    ]
+
+
 @pytest.mark.parametrize("stage", [1, *soak([0])])
 def test_replicas_that_begin_afresh_at_the_same_time_end_up_with_the_same_lineage(stage: int) -> None:
     wiped = (Fault(LOST_S, "wipe", (f"s{stage}r{number}",), 3.0 + number / 5) for number in range(3))
