@@ -248,10 +248,11 @@ class Guardian:
     # --- what is held -----------------------------------------------------------------------------------------------
 
     def _list_holdings(self) -> None:
-        """Make the advert list what is held; once the node trains, it lists nothing else."""
-        held = tuple(filter(None, map(self.holding, sorted(self._held))))
-        if held != self._node.advert.holds:
-            self._node.publish(holds=held)
+        """Make the advert list what is held, and while the node moves also its own checkpoints of its new stage."""
+        advert, held = self._node.advert, tuple(filter(None, map(self.holding, sorted(self._held))))
+        own = [one for one in advert.holds if one.stage == advert.stage and advert.state == "syncing"]
+        if (listed := tuple(dict.fromkeys([*own, *held]))) != advert.holds:
+            self._node.publish(holds=listed)
             self._node.event("guards", rounds={one.stage: one.round for one in held})
 
     def _drop(self) -> None:

@@ -335,6 +335,24 @@ def test_the_stage_that_the_node_moves_to_is_kept_until_it_has_its_weights() -> 
     at(scenario)
 
 
+def test_a_node_that_moves_still_lists_its_own_checkpoints_of_its_new_stage_until_it_has_its_weights() -> None:
+    """Others of that stage wait for a node with newer weights than their own."""
+
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD))
+        own, guarded = Holding(2, 5, 50), Holding(WARD, 3, 30)
+        place.node.update(stage=2, state="syncing", holds=(own,))
+        for _ in range(2):
+            await place.sees(place.advert("w", WARD))
+            assert place.holds == (own, guarded)
+        place.node.update(state="training")
+        await place.sees(place.advert("w", WARD))
+        assert place.holds == (guarded,)
+
+    at(scenario)
+
+
 def test_a_leaving_ward_is_asked_until_its_final_snapshot_is_here() -> None:
     async def scenario(place: Place) -> None:
         place.answers["w"] = snapshot("w", 3)
