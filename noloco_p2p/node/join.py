@@ -30,8 +30,6 @@ class Joining:
         self._membership_loop = membership_loop
         self._weights = weights
         self._reported = ""
-        self._rounds = 0
-        """The newest outer round that anybody has shown while this node waited for weights; all who did may leave."""
 
     async def choose_stage(self) -> None:
         """Settle on a stage: that of this node's newest checkpoint, otherwise the stage that needs a node most.
@@ -254,9 +252,8 @@ class Joining:
         broke = broke_at is not None and (held or broke_at > began)  # a guardian that restarted lists them no longer
         if broke or self._swarm.inquiry.answering(mates, membership.TRAINED):
             return waited_s < TRANSFER_DEADLINE_S
-        done = [h for a in known if a.stage != node.index or a.state in membership.TRAINED for h in resume.claimed(a)]
-        self._rounds = max([self._rounds, *(h.round for h in done)])
-        lifetimes = RETURN_LIFETIMES if self._rounds > 0 else 3 if listed or mates else 0
+        self._swarm.note_rounds(others)
+        lifetimes = RETURN_LIFETIMES if self._swarm.rounds_done else 3 if listed or mates else 0
         return waited_s < lifetimes * ttl_s
 
     async def _is_alone(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from noloco_p2p.core import members, routing, schedule
+from noloco_p2p.core import members, resume, routing, schedule
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica
 from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
@@ -38,6 +38,8 @@ class Membership:
         """Stages that nobody serves, as far as this node knows → since when, on the loop's clock."""
         self._reported: set[int] = set()
         """The deserted stages that have been reported."""
+        self.rounds_done = False
+        """Whether any node has shown weights of a later round than 0; all that have may be gone."""
         self.run_ended = False
         """Whether some node of stage 0 has finished; it may have left since."""
         self._ended_at = inf
@@ -58,9 +60,16 @@ class Membership:
         node.event("membership", counts=counts, joined=joined, departed=departed)
         if not self.members.distrusted(node.now()):
             node.trouble(DISTRUST, None)
+        self.note_rounds(adverts)
         self.look_for_the_end()
         self.inquiry.ask_first_stage()
         self.inquiry.meet()
+
+    def note_rounds(self, adverts: Sequence[Advert]) -> None:
+        """Note whether these nodes show that the run has done rounds. Checkpoints of this node's own stage do not."""
+        mine = self._node.chosen_stage
+        found = (a for a in adverts if a.state in members.TRAINED or mine not in (a.stage, None))
+        self.rounds_done = self.rounds_done or any(held.round > 0 for a in found for held in resume.claimed(a))
 
     def look_for_the_end(self) -> None:
         """Find out whether the run has ended. It has if a node of stage 0 answers that it has finished. It also has if

@@ -111,11 +111,14 @@ def test_a_newcomer_waits_for_the_checkpoint_of_a_stage_if_all_other_stages_rest
     assert lineages(outcome) == {0}
 
 
-def test_it_waits_for_it_too_if_the_node_that_showed_it_that_the_run_has_done_rounds_leaves_again() -> None:
-    """Those that come then know nothing of these rounds."""
+@pytest.mark.parametrize(("kind", "came_s"), [("depart", 15.0), ("crash", 21.0)])
+def test_it_waits_for_it_too_if_the_node_that_showed_it_that_the_run_has_done_rounds_is_gone_again(
+    kind: str, came_s: float
+) -> None:
+    """Those that come then know nothing of these rounds. Of a node that has died it may have seen only the advert."""
     stops = (Fault(LOST_S, "bounce", (peer,), for_s) for peer, for_s in (("s0r0", 10.0), ("s1r0", 40.0)))
-    comes = (Fault(LOST_S + at_s, "arrive", (peer,)) for peer, at_s in (("s1r1", 15.0), ("s0r1", 22.0)))
-    swarm = FaultySwarm(plan_of((1, 1), steps=60), (*stops, *comes, Fault(LOST_S + 20.0, "depart", ("s0r0",))))
+    comes = (Fault(LOST_S + at_s, "arrive", (peer,)) for peer, at_s in (("s1r1", came_s), ("s0r1", 22.0)))
+    swarm = FaultySwarm(plan_of((1, 1), steps=60), (*stops, *comes, Fault(LOST_S + 20.0, kind, ("s0r0",))))
     swarm.run()
     assert [(one.peer, one.source) for one in swarm.resumptions if one.peer[:2] == "s1"] == [
         ("s1r0", "shard"),
