@@ -347,7 +347,8 @@ class Checkpoints(Protocol):
     """The checkpoints of one node in one run, for its own restart."""
 
     async def held(self) -> list[Holding]:
-        """The checkpoints that look complete, oldest first; those of other runs and nodes are skipped."""
+        """The checkpoints that look complete, oldest first; those of other runs and nodes are skipped. Raises
+        LocalError."""
 
     async def save(self, checkpoint: Checkpoint, *, pin: bool = False) -> None:
         """Write a checkpoint atomically, and remove old ones beyond the limit. Raises LocalError (such as a full disk);
@@ -357,7 +358,7 @@ class Checkpoints(Protocol):
         """
 
     async def load(self, held: Holding) -> Checkpoint | None:
-        """Read a checkpoint. None if it turns out to be torn or corrupt; then use the one before."""
+        """Read a checkpoint. None if it turns out to be torn or corrupt; then use the one before. Raises LocalError."""
 
 
 class Telemetry(Protocol):

@@ -148,8 +148,6 @@ class Joining:
         """The replicas of this stage that answer that their weights are of an earlier lineage than this node's, and at
         least of the same age."""
         node, members, inquiry, me = self._node, self._swarm.members, self._swarm.inquiry, self._node.advert
-        if me.fresh_round == 0:
-            return ()
         mates = members.of_stage(node.index, membership.TRAINED)
         older = [a for a in mates if a.fresh_round < me.fresh_round and not members.is_aside(a.peer_id, now=node.now())]
         asked = inquiry.few(older)

@@ -37,6 +37,8 @@ class WeightRestorer:
         self._world = world
         self._rounds = rounds
         self._guardian = guardian
+        self._starts = node.advert.state == "starting"
+        """Whether this node has just been started: it does not move."""
         self.own: list[Holding] = []
         """The checkpoints that this node has, of any stage, oldest first."""
         self.failures: Counter[PeerId] = Counter()
@@ -44,14 +46,7 @@ class WeightRestorer:
 
     async def find_own(self) -> None:
         """Find this node's checkpoints. Raises LocalError at the start; a node that moves continues without them."""
-        node = self._node
-        try:
-            with node.waits.waiting("own checkpoints", Resource.DISK):
-                self.own = await self._world.checkpoints.held()
-        except LocalError as error:
-            if node.advert.state == "starting":
-                raise
-            node.event("warning", message=f"moving without its own checkpoints: {error}")
+        self.own = await self._from_disk("own checkpoints", self._world.checkpoints.held()) or []
 
     def own_of_stage(self) -> list[Holding]:
         """The checkpoints that this node has of its stage, oldest first."""
@@ -213,8 +208,17 @@ class WeightRestorer:
         )
 
     async def _load(self, held: Holding) -> Checkpoint | None:
-        with self._node.waits.waiting("checkpoint", Resource.DISK):
-            return await self._world.checkpoints.load(held)
+        return await self._from_disk("checkpoint", self._world.checkpoints.load(held))
+
+    async def _from_disk(self, what: str, reading: Coroutine[object, object, R]) -> R | None:
+        try:
+            with self._node.waits.waiting(what, Resource.DISK):
+                return await reading
+        except LocalError as error:
+            if self._starts:
+                raise
+            self._node.event("warning", message=f"moving without its own checkpoints: {error}")
+            return None
 
     def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
         """Raises Declined if the run cannot have reached the step of these weights yet, judging by the peers that have

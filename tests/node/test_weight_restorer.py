@@ -54,7 +54,15 @@ class Place:
         world: Any = SimpleNamespace(transport=transport, checkpoints=checkpoints, make_batches=self._open)
         rounds = SimpleNamespace(freeze_anew=self._goes_on_from, frozen=SimpleNamespace(clear=lambda: None))
         guardian = SimpleNamespace(snapshot_of=lambda stage: self.mine, holding=lambda stage: None)
-        self.weights = WeightRestorer(self.node, self.swarm, world, cast(Any, rounds), cast(Any, guardian))
+        self._parts = world, cast(Any, rounds), cast(Any, guardian)
+        self.weights = WeightRestorer(self.node, self.swarm, *self._parts)
+
+    def begins(self, state: str) -> WeightRestorer:
+        """That of a node that takes up its duties in this state, and then joins its stage."""
+        self.node.update(state=state)
+        weights = WeightRestorer(self.node, self.swarm, *self._parts)
+        self.node.update(state="syncing")
+        return weights
 
     def peer(self, id: str, stage: int, **changes: Any) -> Advert:
         advert = Advert(id, self.node.run_id, stage, (), state="training", step=50.0, outer_round=5, steps_per_s=1.0)
@@ -308,20 +316,27 @@ def test_data_are_opened_where_the_node_left_the_stage_and_only_in_the_first() -
     at(scenario)
 
 
-@pytest.mark.parametrize("state_", ["starting", "syncing"])
-def test_only_a_node_that_starts_stops_if_its_disk_cannot_be_read(state_: str) -> None:
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("what", ["held", "load"])
+def test_only_a_node_that_starts_stops_if_its_disk_cannot_be_read(what: str, starts: bool) -> None:
     async def scenario(place: Place) -> None:
-        async def held() -> list[Holding]:
+        async def fail(*_: object) -> None:
             raise LocalError("stale file handle")
 
-        cast(Any, place.weights)._world.checkpoints.held = held
-        place.node.update(state=state_)
-        if state_ == "starting":
+        weights = place.begins("starting" if starts else "draining")
+        place.disk = {Holding(0, 5, 50): None}
+        setattr(cast(Any, weights)._world.checkpoints, what, fail)
+
+        async def restores() -> bool:
+            await weights.find_own()
+            return any([await weights.restore(RestoreSource("shard", "newest", holding=one)) for one in [*weights.own]])
+
+        if starts:
             with pytest.raises(LocalError):
-                await place.weights.find_own()
+                await restores()
         else:
-            await place.weights.find_own()
-            assert "stale file handle" in str(place.events[-1][1]["message"])
+            assert not await restores()
+            assert any("stale file handle" in str(fields.get("message")) for _, fields in place.events)
 
     at(scenario)
 
