@@ -130,12 +130,13 @@ class Joining:
             late = node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL
             if not (living or late) and (newer or len(said) < len(mates)):
                 continue
-            if living:
+            guards = [] if living else resume.guards_ahead(node.advert, self._swarm.members.all())
+            if living or guards:
                 # From all stages, because some of this stage may have been cut off as well.
                 await self._weights.know_the_clock()
             stages, credible = node.manifest.stages, self._weights.credible_round()
             sources = resume.restore_sources(node.advert, ahead, [], stages, credible=credible) if ahead else []
-            for source in sources or ([] if living else resume.guards_ahead(node.advert, self._swarm.members.all())):
+            for source in sources or guards:
                 if await self._weights.restore(source):
                     return True
             if not ahead:

@@ -91,8 +91,7 @@ class WeightRestorer:
 
     async def know_the_clock(self) -> bool:
         """Whether a training node has answered, or none is listed. Otherwise this node may not reach the others."""
-        listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
-        inquiry = self._swarm.inquiry
+        inquiry, listed = self._swarm.inquiry, [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         asked = inquiry.few([a for a in listed if not inquiry.is_silent(a.peer_id)] or listed)
         await inquiry.until_asked(asked, anew=False)
         return not listed or bool(inquiry.answering(asked, membership.TRAINED))

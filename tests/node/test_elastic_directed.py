@@ -388,6 +388,17 @@ def test_a_replica_that_was_away_goes_on_with_what_the_other_one_left_to_a_guard
     assert came.at_s > 30.0
 
 
+def test_it_then_takes_the_others_clock_too() -> None:
+    """What the guardian has is some steps old, and under `balanced` this node would take each of them, empty."""
+    crash = Fault(26.0, "crash", ("s1r0",))
+    swarm = FaultySwarm(plan_of((2, 2), steps=60, routing="balanced"), (Fault(6.0, "pause", ("s1r1",), 24.0), crash))
+    outcome = check(swarm)
+    [came] = outcome.trace.of("resumed", "s1r1")
+    assert came.get("source") == "guardian"
+    before = [step for step in outcome.trace.of("inner_step", "s0r0") if step.at_s < came.at_s]
+    assert came.number("step") >= before[-1].number("step") - 1.0
+
+
 def test_a_node_that_is_told_to_leave_while_it_begins_a_pause_leaves() -> None:
     """A last replica freezes its weights for its guardians first."""
     pause, peer = Fault(6.0, "pause", ("s1r0",), 4.0), "s1r0"
