@@ -100,10 +100,10 @@ def test_nobody_moves_away_from_a_stage_because_of_claims() -> None:
     ({"state": "training"}, 3),
 ])  # fmt: skip
 def test_recovery_does_not_wait_forever_for_peers_that_are_only_listed(lie: dict[str, object], lifetimes: int) -> None:
-    """The only stage is lost together with its disks, and has no guardian: it starts over."""
+    """The only stage is lost before its first round together with its disks, and has no guardian: it starts over."""
     lies = stranger("x", 0, **lie)  # type: ignore[arg-type]
     swarm = swarm_with(plan_of((1,), steps=STEPS), lies, from_s=3.0, until_s=300.0)
-    swarm.at(5.0, lambda: swarm.crash("s0r0"))
+    swarm.at(2.0, lambda: swarm.crash("s0r0"))
     swarm.at(5.5, lambda: swarm.wipe("s0r0"))
     swarm.at(6.0, lambda: swarm.start(0, 1))
     [resumed] = check(swarm).trace.of("resumed", "s0r1")
