@@ -86,7 +86,9 @@ async def run(options: NodeOptions) -> None:
     signals = SignalHandler(options.watch_stdin)
     if options.address_file is not None:
         join_file.remove(options.address_file)
-    _tune_process()
+    tune_allocator()
+    allow_many_files()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     asyncio.get_running_loop().set_default_executor(_Threads())
     local = options.overrides.node()
     listen = run_files.same_ports(options.dir, local.listen)
@@ -134,12 +136,6 @@ class _Threads(ThreadPoolExecutor):
     def shutdown(self, *_: object, **__: object) -> None:
         """Start nothing more."""
         super().shutdown(wait=False, cancel_futures=True)
-
-
-def _tune_process() -> None:
-    tune_allocator()
-    allow_many_files()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def _check_saved(node: Node, options: NodeOptions) -> None:

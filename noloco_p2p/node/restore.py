@@ -3,7 +3,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import TypeVar
 
@@ -46,7 +47,8 @@ class WeightRestorer:
 
     async def find_own(self) -> None:
         """Find this node's checkpoints. Raises LocalError at the start; a node that moves continues without them."""
-        self.own = await self._from_disk("own checkpoints", self._world.checkpoints.held()) or []
+        with self._unless_moving(), self._node.waits.waiting("own checkpoints", Resource.DISK):
+            self.own = await self._world.checkpoints.held()
 
     def own_of_stage(self) -> list[Holding]:
         """The checkpoints that this node has of its stage, oldest first."""
@@ -202,22 +204,22 @@ class WeightRestorer:
         # Replicas that add up gradients go in step, so one that clings to older weights would hold up all others.
         exempt = outer.update.gradients or outer.pairing == "none"
         await self._go_on_at(round, step, node.inner_steps, fresh_round=0 if exempt else round)
-        node.event(
-            "warning", message=f"nobody has the weights of stage {node.index}: starting from the initial weights"
-        )
+        node.event("warning", message=f"nobody has the weights of stage {node.index}: starting from initial weights")
 
     async def _load(self, held: Holding) -> Checkpoint | None:
-        return await self._from_disk("checkpoint", self._world.checkpoints.load(held))
+        with self._unless_moving(), self._node.waits.waiting("checkpoint", Resource.DISK):
+            return await self._world.checkpoints.load(held)
+        return None
 
-    async def _from_disk(self, what: str, reading: Coroutine[object, object, R]) -> R | None:
+    @contextmanager
+    def _unless_moving(self) -> Iterator[None]:
+        """Passes a LocalError on only at the start."""
         try:
-            with self._node.waits.waiting(what, Resource.DISK):
-                return await reading
+            yield
         except LocalError as error:
             if self._starts:
                 raise
             self._node.event("warning", message=f"moving without its own checkpoints: {error}")
-            return None
 
     def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
         """Raises Declined if the run cannot have reached the step of these weights yet, judging by the peers that have

@@ -73,7 +73,8 @@ class SimCall(Generic[T]):
         self._answer = self._loop.create_future()
         self._called_at = self._loop.time()
         self._expires_at = self._called_at + self.deadline_s
-        self._deadline = self._loop.call_at(self._expires_at, self._expire)
+        late = f"gave no answer to {self.what} within {self.deadline_s:.3g} s"
+        self._deadline = self._loop.call_at(self._expires_at, self._fail, late)
         nbytes = self.network.control.request + self.nbytes[0]
         self._post(self.caller, self.callee, nbytes, self._arrive, apart=self.apart)
         self._listen()
@@ -116,9 +117,6 @@ class SimCall(Generic[T]):
             if self._reply is not None:
                 self.network.traffic.take(self._reply)
             self._answer.set_result(outcome)
-
-    def _expire(self) -> None:
-        self._fail(f"gave no answer to {self.what} within {self.deadline_s:.3g} s")
 
     def _fail(self, why: str) -> None:
         if not self._answer.done():

@@ -71,8 +71,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._now_s = 0.0
         self._limit_s = limit_s
         self._turns = 0
-        self._numbers = itertools.count()
-        self.set_task_factory(self._make_task)
+        numbers = itertools.count()
+        self.set_task_factory(lambda loop, coro, **more: _NumberedTask(coro, number=next(numbers), loop=loop, **more))
 
     def time(self) -> float:
         """Virtual seconds since the loop was created."""
@@ -118,9 +118,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._limit_s, self._turns = None, 0
         waiting = sorted(_where(task) for task in asyncio.all_tasks(self))
         raise Deadlock(f"{why} (virtual time {self._now_s:.6g} s); {len(waiting)} tasks wait:\n" + "\n".join(waiting))
-
-    def _make_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        return _NumberedTask(coro, number=next(self._numbers), loop=loop, **options)
 
     def _process_events(self, event_list: list[Any]) -> None:
         """Nothing to do: without sockets there are no events."""

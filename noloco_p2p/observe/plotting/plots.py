@@ -96,9 +96,8 @@ def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
     points = [point for point in curve.points if axes.holds(*point)]
     if curve.style != "points":
         kind = "dashed" if curve.style == "dashed" else ""
-        axes.line(
-            steps(points) if curve.style == "steps" else points, colour, curve.label, kind=kind, label=curve.label
-        )
+        line = steps(points) if curve.style == "steps" else points
+        axes.line(line, colour, curve.label, kind=kind, label=curve.label)
     if curve.style == "points" or (curve.style == "line" and len(points) <= MAX_MARKED):
         axes.dots(points, colour, curve.label, most=MAX_DOTS, label=curve.label)
 
