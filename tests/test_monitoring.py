@@ -14,6 +14,7 @@ import yaml
 from processes import PACED, SMALL, NodeProcess, node_processes, settings, wait_until
 from real_prometheus import SHIPPED, Prometheus, promtool, running_prometheus
 
+from noloco_p2p.config import RunManifest
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.snapshots import partner_bytes
 from noloco_p2p.io.telemetry.counters import KNOWN
@@ -75,6 +76,14 @@ def test_each_alert_has_a_severity_and_says_what_to_do() -> None:
         assert len(rule["annotations"]["summary"]) < 160
         assert len(rule["annotations"]["description"]) > 60
         assert not rule["annotations"]["summary"].endswith(".")
+
+
+def test_no_alert_advises_to_change_the_settings_of_a_run_under_way() -> None:
+    """They are fixed: a node with other ones is refused, even in its own directory."""
+    for rule in rules_of("alerts.yml"):
+        advice = rule["annotations"]["description"]
+        named = re.findall(rf"\b(?:{'|'.join(RunManifest.model_fields)})\.[a-z]\w*", advice)
+        assert not named or re.search(r"\b(next|new) run\b", advice), f"{rule['alert']} names {named}"
 
 
 def test_the_dashboards_are_as_generated() -> None:

@@ -186,7 +186,7 @@ def test_a_broken_device_stops_its_own_node_and_no_other(peer: PeerId, routing: 
     reasons = stopped(outcome)
     assert list(reasons) == [peer]
     assert reasons[peer].startswith(f"{LONGEST_STREAK} microbatches in a row had a loss or gradient that is not finite")
-    assert "inner.peak_learning_rate" in reasons[peer]
+    assert "a new run with a lower inner.peak_learning_rate" in reasons[peer], "no run goes on with another rate"
     ends = {one: outcome.trace.of("state", one)[-2].get("reason") for one in outcome.nodes}
     assert ends == dict.fromkeys(outcome.nodes, "the run has ended") | {peer: "it cannot continue"}
     assert LONGEST_STREAK <= outcome.nodes[peer].microbatches["nonfinite"] < LONGEST_STREAK + 4, "those in flight end"

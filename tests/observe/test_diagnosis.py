@@ -38,6 +38,14 @@ def test_a_step_that_is_not_done_is_not_shown() -> None:
     assert diagnose(list(nodes.values())).progress.startswith("training: step 4,999 of 5,000 ")
 
 
+def test_the_rate_of_a_run_cannot_be_changed_so_another_one_is_for_the_next_run() -> None:
+    nodes = swarm()
+    nodes["S1R0"] = with_figures(nodes["S1R0"], microbatches={"done": 1000, "nonfinite": 500})
+    assert [f.advice for f in _found(nodes)] == [
+        "if only this node is affected, check its device; otherwise the next run needs a lower inner.peak_learning_rate"
+    ]
+
+
 def test_nothing_is_wrong_with_a_healthy_swarm() -> None:
     nodes = swarm()
     assert _found(nodes) == []

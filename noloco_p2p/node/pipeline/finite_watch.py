@@ -11,7 +11,7 @@ from noloco_p2p.node.state import NodeState
 LONGEST_STREAK = 10
 REASON = (
     f"{LONGEST_STREAK} microbatches in a row had a loss or gradient that is not finite: "
-    "this node's weights or device are broken; restart it, perhaps with a lower inner.peak_learning_rate"
+    "this node's weights or device are broken; restart it, or begin a new run with a lower inner.peak_learning_rate"
 )
 
 

@@ -105,9 +105,9 @@ def _non_finite(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Caus
     ended = status.figures.microbatches
     bad, total = ended.get("nonfinite", 0), sum(ended.values())
     if bad >= MIN_NONFINITE and bad >= NONFINITE_SHARE * total:
-        share = f"{compact(bad)} of {compact(total)}"
-        sentence = f"{swarm.name(peer)}: {share} microbatches were not finite"
-        advice = "if only this node is affected, check its device; otherwise lower inner.peak_learning_rate"
+        sentence = f"{swarm.name(peer)}: {compact(bad)} of {compact(total)} microbatches were not finite"
+        lower = "the next run needs a lower inner.peak_learning_rate"
+        advice = f"if only this node is affected, check its device; otherwise {lower}"
         yield at_node("warning", "nonfinite", peer, sentence, advice)
 
 
