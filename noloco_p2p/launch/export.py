@@ -139,9 +139,9 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
 
 def read_record(directory: Path) -> tuple[RunManifest, int]:
     """(manifest, number of models under REPLICAS) of an exported directory. Raises ConfigError."""
-    runs = homes.kind_of(directory) in (Home.SWARM, Home.NODE)
-    advice = f"noloco export --from {shlex.quote(str(directory))} --out DIR makes one" if runs else "name another one"
-    homes.require("", directory, Home.MODEL, advice=advice)
+    more = {Home.SWARM: "", Home.NODE: ", with another --from for each other stage"}.get(homes.kind_of(directory))
+    made = f"noloco export --from {shlex.quote(str(directory))} --out DIR makes one{more}"
+    homes.require("", directory, Home.MODEL, advice="name another one" if more is None else made)
     path = directory / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
