@@ -30,6 +30,7 @@ from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.reach import Reach
+from noloco_p2p.humanize import size_text
 from noloco_p2p.launch import run_files, run_key
 from noloco_p2p.launch.settings import read
 from noloco_p2p.observe.doctor import machine, peers
@@ -419,6 +420,7 @@ def test_the_checkpoints_of_all_nodes_must_fit_into_the_directory_of_a_swarm(
     run_doctor((), read(None, {}, ["device=cpu", "checkpoint.keep=2"]), tmp_path, as_json=True)
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert found["disk"]["severity"] == ("ok" if kept_bytes else "warning"), found["disk"]
+    assert f"; 3 checkpoints of each node need {size_text(wanted)}" in found["disk"]["sentence"]
 
 
 def test_a_malformed_join_address_is_refused_before_anything_starts(tmp_path: Path) -> None:

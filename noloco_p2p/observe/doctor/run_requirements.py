@@ -139,10 +139,10 @@ class RunRequirements:
         # One more than is kept, because the oldest is only removed once the newest is complete.
         count = self.local.checkpoint.keep + 1
         wanted = count * checkpoint_bytes
-        sentence = f"{room}; {count} checkpoints need {size_text(wanted)}"
+        each = " of each node" if homes.kind_of(home) is homes.Home.SWARM else ""
+        sentence = f"{room}; {count} checkpoints{each} need {size_text(wanted)}"
         if free < checkpoint_bytes:
-            advice = "free some space, or name another --dir: not even the next checkpoint fits"
-            self.report.error("disk", sentence, advice)
+            self.report.error("disk", sentence, "free some space, or name another --dir: not even the next one fits")
         elif free + _checkpoints_bytes(home) < wanted:
             self.report.warning("disk", sentence, "free some space, or set checkpoint.keep lower")
         else:
