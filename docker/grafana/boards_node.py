@@ -112,7 +112,7 @@ def outer_rounds() -> Json:
                     "Bytes per parameter and round",
                     "none",
                     Query(f"stage:noloco_pulled_bytes:per_parameter_and_round{{{STAGE}}}", BY_STAGE),
-                    about="4 for one vector in float32, reduced by the share of rounds that end alone.",
+                    about="4 for one vector in float32, ½ in int4 (the default); less if rounds end alone.",
                 ),
                 chart(
                     "Bytes received, by kind",

@@ -165,12 +165,13 @@ def test_a_command_accepts_only_its_kinds_of_directory_and_touches_no_other(
         (["swarm", "--dir", "{own}"], "--dir {own} holds files that are not of a swarm: name another directory"),
         (
             ["eval", "{swarm}"],
-            "{swarm} is the directory of a swarm, not an exported model: noloco export --from {swarm} --out DIR makes one",
+            "{swarm} is the directory of a swarm, not an exported model: "
+            "noloco export --from {swarm} --out DIR makes one",
         ),
         (
             ["eval", "{node}"],
-            "{node} is the directory of a node, not an exported model: noloco export --from {node} --out DIR makes one, "
-            "with another --from for each other stage",
+            "{node} is the directory of a node, not an exported model: "
+            "noloco export --from {node} --out DIR makes one, with another --from for each other stage",
         ),
         (["report", "{model}"], "{model} is an exported model"),
         (["export", "--from", "{swarm}", "--out", "{model}"], "--out {model} is an exported model: name"),

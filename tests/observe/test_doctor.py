@@ -25,12 +25,12 @@ from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest, SecuritySettings
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.humanize import size_text
 from noloco_p2p.io.dht import reach
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.reach import Reach
-from noloco_p2p.humanize import size_text
 from noloco_p2p.launch import run_files, run_key
 from noloco_p2p.launch.settings import read
 from noloco_p2p.observe.doctor import machine, peers
