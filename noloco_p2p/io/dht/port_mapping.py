@@ -96,7 +96,7 @@ class HomeRouter:
         router, (_, first) = self._found if held else _router(), self._places.get(port, ("", port))
         self._found = None  # search again unless this router answers
         host = _address(router)
-        for outside in range(first, first + TRIES):
+        for outside in range(first, min(first + TRIES, 65536)):
             try:
                 self._add(router, outside, port)
             except Unreachable as error:
@@ -105,7 +105,7 @@ class HomeRouter:
                 raise
             self._places[port], self._found = (host, outside), router
             return
-        raise Unreachable(f"other machines use the router's ports {first} to {first + TRIES - 1}")
+        raise Unreachable(f"other machines use the router's ports {first} to {outside}")
 
     def _add(self, router: Any, outside: int, port: int) -> None:
         held = _answer(router.getspecificportmapping, outside, "TCP")

@@ -115,6 +115,19 @@ def test_a_router_without_a_public_address_is_of_no_use(monkeypatch: pytest.Monk
         asyncio.run(HomeRouter().map(5001))
 
 
+def test_no_port_beyond_the_last_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """miniupnpc takes 65536 for port 0, which stands for all ports."""
+
+    def held(router: FoundRouter, outside: int, kind: str) -> tuple[str, int]:
+        assert outside < 65536
+        return "192.0.2.7", 5001
+
+    monkeypatch.setattr(FoundRouter, "getspecificportmapping", held)
+    monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", []))
+    with pytest.raises(Unreachable, match="use the router's ports 65534 to 65535"):
+        asyncio.run(HomeRouter().map(65534))
+
+
 def test_after_a_change_of_the_local_address_ports_are_mapped_to_the_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
