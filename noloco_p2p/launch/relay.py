@@ -221,7 +221,7 @@ class CallerEnd(SocketEnd):
             self.refuse("400 Bad Request")
         elif self._head.endswith(b"\r\n\r\n"):
             self._asked = True
-            if request is None:
+            if request is None or int(request["port"]) > 65535:  # uvloop would connect to port % 65536
                 self.refuse("400 Bad Request")
             else:
                 self.relay.connect(self, request["host"].decode(), int(request["port"]))

@@ -267,6 +267,7 @@ def test_an_unreachable_target_is_refused() -> None:
                 port = unused.getsockname()[1]
             for request, status in (
                 (f"CONNECT {HOSTS[1]}:{port} HTTP/1.1\r\n\r\n", b"502"),
+                (f"CONNECT {HOSTS[1]}:65536 HTTP/1.1\r\n\r\n", b"400"),
                 ("CONNECT 127.0.0.1:22 HTTP/1.1\r\n\r\n", b"403"),
                 ("GET / HTTP/1.1\r\n\r\n", b"400"),
                 ("x" * 5000, b"400"),
