@@ -78,8 +78,8 @@ class Caller(NamedTuple):
 
 
 def connection_of(context: Any) -> str:
-    """`host:port` of the remote end of the connection that carries a call."""
-    return unquote(str(context.peer())).partition(":")[2]
+    """`host:port` of the remote end of the connection that carries a call, without the zone of an IPv6 address."""
+    return re.sub("%[^]]*", "", unquote(str(context.peer())).partition(":")[2])
 
 
 @lru_cache(1024)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -29,6 +30,7 @@ from transport_fixture import (
 )
 
 from noloco_p2p.config import ListenSettings
+from noloco_p2p.io.dht import reach
 from noloco_p2p.io.transport import callers, connection_limit, message_codec, service, slow_transfers, sockets
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.connection_limit import ConnectionLimit
@@ -120,6 +122,12 @@ def test_connections_to_other_ports_are_left_alone(crowd: Crowd) -> None:
         ConnectionLimit(other.getsockname()[1]).look()
         assert len(os.listdir(sockets.OPEN_FILES)) == files, "nothing that it looked at stays open"
     assert crowd.left() == [20]
+
+
+def test_a_link_local_end_has_the_same_name_as_among_the_callers_that_do_not_read() -> None:
+    """gRPC adds the number of the network interface, and the system does not."""
+    context = SimpleNamespace(peer=lambda: "ipv6:%5Bfe80::fc:1%254%5D:51098")
+    assert callers.connection_of(context) == reach.joined("fe80::fc:1", 51098)
 
 
 def test_half_of_the_file_descriptors_are_reserved_for_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
