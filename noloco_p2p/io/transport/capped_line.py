@@ -59,8 +59,10 @@ class CappedDirection:
         self._move()
         try:
             await its_turn.wait()
-        finally:
+        except asyncio.CancelledError:
             turn.withdrawn = True
+            self.charge(-nbytes if its_turn.is_set() else 0)
+            raise
 
     def charge(self, nbytes: int) -> None:
         """Charge bytes that were transferred without waiting; a negative number returns bytes charged in excess."""
@@ -120,8 +122,7 @@ class OwnersLine:
         async def send(message: bytes) -> None:
             nbytes = len(message)
             if nbytes <= MIN_MESSAGE_BYTES:
-                if direction is not None:
-                    direction.charge(nbytes)
+                self.charge(sent=nbytes, received=0)
                 await write(message)
                 return
             self._acked.follow(clock())
@@ -195,8 +196,7 @@ class OwnersLine:
         try:
             yield
         finally:
-            if self._down is not None:
-                self._down.charge(-CALL_WINDOW_BYTES)
+            self.charge(sent=0, received=-CALL_WINDOW_BYTES)
 
     def charge(self, *, sent: int, received: int) -> None:
         """Charge short messages that were sent and received without waiting, in bytes."""

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -93,6 +94,29 @@ def test_what_may_be_in_transit_is_given_back_when_a_body_fails() -> None:
             with suppress(ConnectionError):
                 async with line.in_transit(OTHER):
                     raise ConnectionError
+        assert asyncio.get_running_loop().time() == 0.0
+
+    run(scenario(), limit_s=60.0)
+
+
+def test_a_message_that_is_cancelled_as_its_turn_comes_uses_none_of_the_line() -> None:
+    """A replica that grants a place cancels the calls to the others, whose turn may come at that moment."""
+
+    async def scenario() -> None:
+        line = OwnersLine(LimitSettings(upload_mbit_per_s=MBIT_PER_S))
+
+        async def write(message: bytes) -> None:
+            raise AssertionError("its turn was cancelled")
+
+        for _ in range(MESSAGES):
+            line.charge(sent=1 << 20, received=0)
+            sending = asyncio.create_task(line.sender(write)(bytes(1 << 18)))
+            await asyncio.sleep(0)
+            line.charge(sent=-(1 << 20), received=0)
+            sending.cancel()
+            await asyncio.wait([sending])
+        assert asyncio.get_running_loop().time() == 0.0
+        await line.sender(AsyncMock())(bytes(1 << 18))
         assert asyncio.get_running_loop().time() == 0.0
 
     run(scenario(), limit_s=60.0)
