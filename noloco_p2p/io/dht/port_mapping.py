@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from noloco_p2p.config import ListenSettings
@@ -40,10 +41,9 @@ def home_router(listen: ListenSettings, join: Sequence[JoinAddress], *, members:
 
 
 def _is_public(host: str) -> bool:
-    try:
+    with suppress(OSError):
         return scope(str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])) == "public"
-    except OSError:
-        return False
+    return False
 
 
 def is_behind_router(host: str) -> bool:
@@ -145,12 +145,10 @@ def _router() -> Any:
 
 def _is_of_this_machine(address: str) -> bool:
     """Whether this machine has an address; its network may have given it another one in the meantime."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def _address(router: Any) -> str:

@@ -190,7 +190,9 @@ class GrpcTransport:
         two messages. `due` wraps the function that reads all messages but the first, and may raise, too."""
         what, size, (seconds, first_s, rest_s) = reader.what, sum(spec.nbytes for spec in expected), limits_s
         if size >= PART_BYTES and self.line.round_trip_s(peer.peer_id) is None:
-            await self.describe(peer)
+            began = asyncio.get_running_loop().time()
+            await self.describe(peer, min(DESCRIBE_S, seconds))
+            seconds -= asyncio.get_running_loop().time() - began
         async with self._calling(peer, what, seconds) as (channel, left_s):
             others = channel.at_most(self.line.connections(peer.peer_id, size, comes=True)) - 1
             fetched = Fetched(reader.feed, f"{what} came from {peer.peer_id}")
@@ -205,11 +207,11 @@ class GrpcTransport:
         self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
         return result, took_s
 
-    async def describe(self, peer: Advert) -> NodeDescription:
-        """See `ports.Transport`; takes at most 5 s."""
-        async with self._calling(peer, "description", DESCRIBE_S, control=True) as (channel, seconds):
+    async def describe(self, peer: Advert, seconds: float = DESCRIBE_S) -> NodeDescription:
+        """See `ports.Transport`; takes at most 5 s, or `seconds`."""
+        async with self._calling(peer, "description", seconds, control=True) as (channel, left_s):
             describe, began = NodeStub(channel.channel).Describe, asyncio.get_running_loop().time()
-            reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata())
+            reply = await describe(pb.DescribeRequest(), timeout=left_s, metadata=self._metadata())
             self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
         self._count(direction="in", kind="control", bytes=reply.ByteSize())
         said = message_codec.from_description(reply)

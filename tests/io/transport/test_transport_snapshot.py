@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from link_fixture import Proxy
 from machine import in_time
-from transport_fixture import SOON_S, Node, hang, logged, pair, run, soon, tensor, watched_buffers
+from transport_fixture import SOON_S, Node, advert, hang, logged, pair, run, soon, tensor, watched_buffers
 
 from noloco_p2p.core.agreement import LARGEST_GROUP, GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
@@ -57,6 +58,22 @@ def without_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+def test_the_limit_holds_while_the_round_trip_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that nobody has called before is first asked to describe itself, for which others wait 5 s."""
+    monkeypatch.setattr(grpc_transport, "DESCRIBE_S", 60.0)
+    monkeypatch.setattr(channels, "CONNECT_S", 60.0)
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            async with pair(Node(hang)) as both:
+                nobody = advert(f"127.0.0.1:{silent.getsockname()[1]}")
+                both.a.line._round_trips.clear()
+                with pytest.raises(Unreachable):
+                    await soon(both.a.fetch_snapshot(nobody, SnapshotRequest(1, 4), 0.1, SPECS))
+
+    run(scenario())
 
 
 def test_a_cancelled_pull_frees_at_once_what_has_arrived_and_what_was_to_be_sent(
