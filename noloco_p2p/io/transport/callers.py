@@ -121,8 +121,8 @@ class Callers:
         self._patience: dict[Caller, Patience] = {}
         self._taking = WeakValueDictionary[Caller, Patience]()
         """See `taking`."""
-        self._late: dict[str, float] = {}
-        """When each host will receive the last of its waiting `late` refusals."""
+        self._late = WeakValueDictionary[str, asyncio.Lock]()
+        """By host: of its waiting `late` refusals, one at a time has its turn."""
         self.unread = Counter[str]()
         """Connections (as from `connection_of`) with calls whose caller does not read, and how many such calls. They
         must be closed, because gRPC keeps what such a call has brought and what it should accept."""
@@ -190,13 +190,8 @@ class Callers:
         if not (isinstance(refusal, Busy) and refusal.late):
             return
         with suppress(Busy), self.holding(LATE, caller):
-            now, host = asyncio.get_running_loop().time(), caller.host
-            turn = self._late[host] = max(now, self._late.get(host, 0.0)) + 1 / LATE_PER_S
-            try:
-                await asyncio.sleep(turn - now)
-            finally:
-                if self._held[LATE.what, host] == 1:
-                    del self._late[host]
+            async with self._late.setdefault(caller.host, asyncio.Lock()):
+                await asyncio.sleep(1 / LATE_PER_S)
 
     async def drain(
         self, caller: Caller, context: Any, unwanted: Callable[[bytes], bool] = lambda message: False

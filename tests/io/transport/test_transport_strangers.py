@@ -765,6 +765,23 @@ def test_late_refusals_are_sent_one_by_one_per_host_and_others_at_once() -> None
     virtual_time.run(scenario(), limit_s=10_000)
 
 
+def test_those_that_no_longer_wait_for_a_late_refusal_delay_nobody() -> None:
+    """All peers behind one relay count as one host, and any of them could call and hang up without end."""
+
+    async def scenario() -> None:
+        here, late, clock = Callers(), Busy("who are you?", late=True), asyncio.get_running_loop().time
+        first = asyncio.create_task(here.delay(Caller("h", "A"), late))
+        for at in range(100):
+            gone = asyncio.create_task(here.delay(Caller("h", f"X{at}"), late))
+            await asyncio.sleep(0)
+            gone.cancel()
+        await here.delay(Caller("h", "B"), late)
+        assert first.done()
+        assert clock() == pytest.approx(2 / LATE_PER_S)
+
+    virtual_time.run(scenario(), limit_s=10_000)
+
+
 def test_late_refusals_beyond_the_limit_are_sent_at_once() -> None:
     async def scenario() -> None:
         here, stranger, late = Callers(), Caller("h", "X"), Busy("who are you?", late=True)
@@ -775,8 +792,10 @@ def test_late_refusals_beyond_the_limit_are_sent_at_once() -> None:
         assert asyncio.get_running_loop().time() == began
         for task in waiting:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.wait(waiting)
         assert hold_nothing(here)
+        del task, waiting  # Their errors refer to the lock.
+        gc.collect()
         assert not here._late
 
     virtual_time.run(scenario(), limit_s=10_000)
