@@ -104,6 +104,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["8.8.4.4", "inside.example"], {"8.8.8.8", "both.example", "10.0.0.1", "inside.example"}),
         (["127.0.0.1"], {"8.8.8.8", "both.example", "127.0.0.9"}),
         (["unknown.example"], {"8.8.8.8", "both.example"}),
+        (["0.0.0.0"], {"8.8.8.8", "both.example"}),
     ],
 )
 def test_private_hosts_are_dialled_if_the_owner_named_private_ones(

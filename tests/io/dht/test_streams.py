@@ -34,7 +34,7 @@ from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.reach import Reach
 from noloco_p2p.io.dht.relay_service import MemberRelay
-from noloco_p2p.io.dht.streams import CHUNK_BYTES, RELAY_STREAMS, RELAYED_STREAMS, Streams, hear, say
+from noloco_p2p.io.dht.streams import CHUNK_BYTES, RELAY_STREAMS, RELAYED_STREAMS, Streams, cancelled, hear, say
 from noloco_p2p.io.dht.ways_in import DIALS, WaysIn
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
@@ -403,21 +403,25 @@ def test_streams_under_many_names_do_not_keep_out_those_of_the_relays(monkeypatc
         ways._relays = (STRANGER,)
         stream = Stream(Mock(), Mock())
         ids = [peer_id_of(bytes([n]) * 32) for n in range(40)]
-        carrying = [
-            asyncio.create_task(ways._carry("p2p/", ways_in.STREAMS_OF_PEER, peer, stream))
-            for peer in ids
-            for _ in range(ways_in.STREAMS_OF_PEER)
-        ]
+        carrying = list[asyncio.Task[None]]()
+
+        async def come(*peers: PeerId) -> int:
+            """How many streams there are after as many as allowed, and one more, from each of these peers."""
+            count = len(peers) * (ways_in.STREAMS_OF_PEER + 1)
+            some = [ways._carry("p2p/", ways_in.STREAMS_OF_PEER, peers[n % len(peers)], stream) for n in range(count)]
+            carrying.extend(map(asyncio.create_task, some))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return len(spliced)
+
+        assert await come(ids[0]) == ways_in.STREAMS_OF_PEER
+        assert await come(*ids) == ways_in.MAX_STREAMS
+        carrying += [asyncio.create_task(ways._relayed(peer, stream)) for peer in (ids[0], STRANGER)]
         for _ in range(5):
             await asyncio.sleep(0)
-        assert len(spliced) == ways_in.MAX_STREAMS
-        carrying.append(asyncio.create_task(ways._relayed(STRANGER, stream)))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert len(spliced) == ways_in.MAX_STREAMS + 1
-        for task in carrying:
-            task.cancel()
-        await asyncio.gather(*carrying, return_exceptions=True)
+        assert len(spliced) == ways_in.MAX_STREAMS + 1, "only this node's relays bring streams of others"
+        await cancelled(carrying)
+        assert not ways._open
 
     asyncio.run(scenario())
 
@@ -498,6 +502,26 @@ def test_members_whose_links_cannot_be_opened_do_not_keep_a_node_from_the_others
         for _ in range(100):
             await ways._keep_links()
         assert dialled == dead.keys()
+
+    asyncio.run(scenario())
+
+
+def test_a_node_asks_a_few_members_to_relay_in_an_order_of_its_own_and_those_that_refuse_only_once() -> None:
+    links = {peer_id_of(bytes([i]) * 32) for i in range(24)}
+
+    async def asked_by(me: PeerId) -> list[PeerId]:
+        libp2p = Mock(joined=(), met=dict.fromkeys(links), peer_id=me, links=AsyncMock(return_value=links))
+        refusing = Mock(reserve=AsyncMock(side_effect=Declined("no")))
+        ways = WaysIn(libp2p, refusing, ("127.0.0.1", 9))
+        for looks in (1, 2):
+            assert not await ways.find_relays()
+            assert refusing.reserve.await_count == looks * 2 * ways_in.RELAYS
+        return [call.args[0] for call in refusing.reserve.await_args_list]
+
+    async def scenario() -> None:
+        mine, others = await asked_by(STRANGER), await asked_by(peer_id_of(bytes([99]) * 32))
+        assert len(set(mine)) == len(mine)
+        assert mine != others
 
     asyncio.run(scenario())
 

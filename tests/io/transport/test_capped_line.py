@@ -11,8 +11,8 @@ from unittest.mock import AsyncMock
 import pytest
 
 from noloco_p2p.config import LimitSettings
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, CAPPED_MESSAGE_S, SHARE, Precedence
-from noloco_p2p.core.line_rate import CONNECTIONS
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, CAPPED_MESSAGE_S, HELD_S, SHARE, Precedence
+from noloco_p2p.core.line_rate import CONNECTIONS, MIN_MESSAGE_BYTES
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine
 from noloco_p2p.io.transport.exchange import Fetched
@@ -120,6 +120,24 @@ def test_a_message_that_is_cancelled_as_its_turn_comes_uses_none_of_the_line() -
         assert asyncio.get_running_loop().time() == 0.0
 
     run(scenario(), limit_s=60.0)
+
+
+def test_short_messages_are_charged_without_waiting() -> None:
+    async def scenario() -> None:
+        line, clock = OwnersLine(LimitSettings(upload_mbit_per_s=MBIT_PER_S)), asyncio.get_running_loop().time
+        send = line.sender(AsyncMock())
+        for _ in range(MESSAGES):
+            await send(bytes(MIN_MESSAGE_BYTES))
+        assert clock() == 0.0
+        await send(bytes(MIN_MESSAGE_BYTES + 1))
+        assert clock() == pytest.approx(MESSAGES * MIN_MESSAGE_BYTES / (MBIT_PER_S * BYTES_PER_MBIT) - HELD_S, abs=0.01)
+
+    run(scenario(), limit_s=60.0)
+
+
+@pytest.mark.parametrize("limits", [LimitSettings(), LimitSettings(upload_mbit_per_s=MBIT_PER_S)])
+def test_a_peer_cannot_have_its_messages_made_tiny(limits: LimitSettings) -> None:
+    assert OwnersLine(limits).agreed(1) == MIN_MESSAGE_BYTES
 
 
 def test_a_message_that_fails_leaves_the_measured_rates_right() -> None:

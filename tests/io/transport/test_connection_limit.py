@@ -106,6 +106,34 @@ def test_many_hosts_with_few_connections_each_do_not_displace_established_ones(c
     assert sum(crowd.left()) == 12
 
 
+def test_a_newcomer_with_the_number_of_a_closed_file_does_not_displace_established_ones(crowd: Crowd) -> None:
+    here, free = ConnectionLimit(crowd.port), [os.dup(0) for _ in range(2)]
+    for host in range(2, 14):
+        crowd.come(f"127.0.0.{host}", 1)
+    here.look()
+    for number in free:
+        os.close(number)
+    crowd.come("127.0.0.99", 1)
+    here.look()
+    assert crowd.left() == [1] * 12 + [0]
+
+
+def test_a_network_of_one_subscriber_counts_as_one_host(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "host_of", lambda address: address.rpartition(".")[0])
+    for host in range(2, 7):
+        crowd.come(f"127.0.0.{host}", 2)
+    crowd.come("127.0.1.1", 3)
+    ConnectionLimit(crowd.port).look()
+    assert crowd.left() == [2] * 4 + [1, 3]
+
+
+def test_a_file_that_is_another_connection_by_now_stays_open(crowd: Crowd) -> None:
+    crowd.come("127.0.0.2", 2)
+    (one, _), (_, number) = ConnectionLimit(crowd.port).accepted().items()
+    connection_limit._end(one, number)
+    assert crowd.left() == [2]
+
+
 def test_one_look_closes_all_that_are_too_many(crowd: Crowd) -> None:
     """Those that a busy host has lost already are also among the newest."""
     for host in range(2, 12):
