@@ -110,7 +110,7 @@ def test_a_message_that_is_cancelled_as_its_turn_comes_uses_none_of_the_line() -
 
         for _ in range(MESSAGES):
             line.charge(sent=1 << 20, received=0)
-            sending = asyncio.create_task(line.sender(write)(bytes(1 << 18)))
+            sending = asyncio.ensure_future(line.sender(write)(bytes(1 << 18)))
             await asyncio.sleep(0)
             line.charge(sent=-(1 << 20), received=0)
             sending.cancel()
