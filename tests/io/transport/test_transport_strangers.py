@@ -5,7 +5,7 @@ import gc
 import math
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -741,6 +741,16 @@ def test_a_lost_connection_is_not_reported_as_a_bug() -> None:
 
     run(scenario())
     assert tried == ["write", "write"], "each once: the error ends the attempt, and goes no further"
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [(callers.MAX_CALL_S, "9" * 9), (callers.MAX_CALL_S + 1, "9" * 10)])
+def test_a_call_with_a_deadline_far_away_is_refused_and_an_endless_wish_is_ignored(seconds: float, wanted: str) -> None:
+    sent = (("noloco-protocol", wire.PROTOCOL), ("noloco-message-bytes", wanted))
+    context = SimpleNamespace(invocation_metadata=lambda: sent, time_remaining=lambda: seconds)
+    fine = seconds <= callers.MAX_CALL_S
+    with nullcontext() if fine else pytest.raises(Violation, match="deadline of at most 3600 s"):
+        callers.check_admissible(context)
+    assert callers.wanted_bytes(context) == (int(wanted) if fine else 0)
 
 
 def test_late_refusals_are_sent_one_by_one_per_host_and_others_at_once() -> None:
