@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -47,13 +48,15 @@ def invite_others(
     key: KeyFile = None,
 ) -> None:
     """Invite others to a members-only run. Prints the command with which they join; its address has the invitation."""
-    from noloco_p2p.launch import run_key
+    from noloco_p2p.launch import node_probe, run_key
 
     found = re.fullmatch(r"([1-9][0-9]{0,3})([mhd])", lasts)
     if found is None:
         raise ConfigError(f"--for {lasts}: give 1 to 9999 minutes, hours or days, such as 24h")
     seconds = int(found[1]) * UNITS_S[found[2]]
     print(f"noloco-node --join {run_key.invite(dir, key, uses=uses, seconds=seconds, stage=stage)}")
+    if not node_probe.in_use(next(node_probe.node_dirs(dir), dir)):
+        print(f"the node in {dir} does not run: start it before others join", file=sys.stderr)
 
 
 def revoke_peers(

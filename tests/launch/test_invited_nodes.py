@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import threading
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, settings
 
-from noloco_p2p.cli.admit import new_key, revoke_peers
+from noloco_p2p.cli.admit import invite_others, new_key, revoke_peers
 from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht import reach
@@ -365,6 +366,19 @@ def test_who_revokes_learns_whether_anybody_is_told(
     said = capsys.readouterr().out
     assert said.startswith("1 revoked in total")
     assert ("tells the others\n" in said, "start the node" in said) == (running, not running)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_who_invites_learns_that_nobody_is_there_to_join(
+    running: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command printed the address of a node that had ended without a word."""
+    monkeypatch.setattr(run_key, "invite", lambda *_, **__: "ADDRESS")
+    with closing(Identity.open(tmp_path / KEY)) if running else nullcontext():
+        invite_others(tmp_path)
+    said = capsys.readouterr()
+    assert said.out == "noloco-node --join ADDRESS\n"
+    assert said.err == ("" if running else f"the node in {tmp_path} does not run: start it before others join\n")
 
 
 def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
