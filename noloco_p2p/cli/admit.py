@@ -48,14 +48,14 @@ def invite_others(
     key: KeyFile = None,
 ) -> None:
     """Invite others to a members-only run. Prints the command with which they join; its address has the invitation."""
-    from noloco_p2p.launch import node_probe, run_key
+    from noloco_p2p.launch import run_key
 
     found = re.fullmatch(r"([1-9][0-9]{0,3})([mhd])", lasts)
     if found is None:
         raise ConfigError(f"--for {lasts}: give 1 to 9999 minutes, hours or days, such as 24h")
     seconds = int(found[1]) * UNITS_S[found[2]]
     print(f"noloco-node --join {run_key.invite(dir, key, uses=uses, seconds=seconds, stage=stage)}")
-    if not node_probe.in_use(next(node_probe.node_dirs(dir), dir)):
+    if not _is_running(dir):
         print(f"the node in {dir} does not run: start it before others join", file=sys.stderr)
 
 
@@ -68,9 +68,15 @@ def revoke_peers(
     key: KeyFile = None,
 ) -> None:
     """Expel peers from a members-only run, with all whose certificates they issued. Their calls end within a minute."""
-    from noloco_p2p.launch import node_probe, run_key
+    from noloco_p2p.launch import run_key
 
-    made = run_key.revoke(dir, key, peers)
-    runs = node_probe.in_use(next(node_probe.node_dirs(dir), dir))
-    told = f"the node in {dir} tells the others" if runs else f"start the node in {dir}: nobody else knows it yet"
+    made, start = run_key.revoke(dir, key, peers), f"start the node in {dir}: nobody else knows it yet"
+    told = f"the node in {dir} tells the others" if _is_running(dir) else start
     print(f"{len(made.peers)} revoked in total (list {made.number}); {told}")
+
+
+def _is_running(directory: Path) -> bool:
+    """Whether the node of a directory is running; of noloco swarm's, its first node."""
+    from noloco_p2p.launch import node_probe
+
+    return node_probe.in_use(next(node_probe.node_dirs(directory), directory))

@@ -25,7 +25,8 @@ class HealthProblem(NamedTuple):
 
 def problem_line(status: Status) -> str | None:
     """What is wrong with a node, in one line; None if nothing is."""
-    return (found := problem(status)) and found.line
+    found = problem(status)
+    return found.line if found is not None else None
 
 
 def problem(status: Status) -> HealthProblem | None:

@@ -230,9 +230,10 @@ class LocalSwarm:
             print(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", file=sys.stderr)
             for line in self._failed.last_lines(LOG_LINES):
                 print(f"  {line}", file=sys.stderr)
-            return 128 + self._signals[0] if self._signals else 2 if code == 2 else 1
         if self._signals:
             return 128 + self._signals[0]
+        if self._failed is not None:
+            return 2 if self._failed.exit_code == 2 else 1
         if self._cut_off:
             print("error: the relay of --link died, so no node could reach another", file=sys.stderr)
             return 1

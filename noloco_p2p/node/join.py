@@ -207,6 +207,7 @@ class Joining:
                 continue
             # Only now, because rounds go on while a silent node is waited for.
             others, own = await self._ask_around(), self._weights.own_of_stage()
+            self._swarm.note_rounds(others)
             if late := node.now() - began > TRANSFER_DEADLINE_S:  # nobody has resumed from the newer ones listed
                 others = [a for a in others if a.stage != node.index or a.state in membership.TRAINED]
             guarded, stages, credible = self._weights.guarded(), node.manifest.stages, self._weights.credible_round()
@@ -251,7 +252,6 @@ class Joining:
         broke = broke_at is not None and (held or broke_at > began)  # a guardian that restarted lists them no longer
         if broke or self._swarm.inquiry.answering(mates, membership.TRAINED):
             return waited_s < TRANSFER_DEADLINE_S
-        self._swarm.note_rounds(others)
         lifetimes = RETURN_LIFETIMES if self._swarm.rounds_done else 3 if listed or mates else 0
         return waited_s < lifetimes * ttl_s
 
@@ -264,9 +264,10 @@ class Joining:
 
     async def _answers_after_all(self, others: Sequence[Advert]) -> bool:
         """Whether a replica of this stage answers now, if none is in `others`: the line may be back."""
+        if any(map(self._is_living_mate, others)):
+            return False
         mates = self._swarm.members.of_stage(self._node.index, membership.TRAINED)
-        asks = not any(map(self._is_living_mate, others))
-        return asks and bool(await self._swarm.inquiry.answering_now(mates, membership.TRAINED))
+        return bool(await self._swarm.inquiry.answering_now(mates, membership.TRAINED))
 
     def _is_living_mate(self, advert: Advert) -> bool:
         return advert.stage == self._node.index and advert.state in membership.TRAINED

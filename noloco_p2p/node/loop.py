@@ -231,7 +231,7 @@ class Node:
         if node.routes or (joint and not node.draining):
             await self._inner_step(began, {})
         if not node.draining:
-            # Stage 0 has ended, maybe a step ahead of this clock. A node that arrived only then has older weights.
+            # Stage 0 has ended, maybe a step ahead of this clock. A node that came or woke only then has older weights.
             left_behind = self._came_late and (node.step < node.manifest.steps - 1 or self._rounds.lacks_rounds())
             node.update(step=float(node.manifest.steps))
             if not left_behind:

@@ -213,7 +213,7 @@ class WeightRestorer:
 
     @contextmanager
     def _unless_moving(self) -> Iterator[None]:
-        """Passes a LocalError on only at the start."""
+        """Raises a LocalError only at the start: a node that moves continues without its own checkpoints."""
         try:
             yield
         except LocalError as error:

@@ -18,9 +18,15 @@ from noloco_p2p.sim.payloads import Payload
 DEAD_LINK_S = 15.0
 """Time after which both ends of a gRPC connection notice that the other one has silently gone."""
 RESENT_S = 0.2
-"""When TCP first retransmits what a cut has swallowed; each time the time since the first attempt doubles."""
+"""Delay after which TCP retransmits what a cut has swallowed. With each further retransmission the time since the first
+attempt doubles."""
 
 T = TypeVar("T")
+
+
+def resent_after_s(waited_s: float) -> float:
+    """Seconds until TCP next retransmits a message that was first sent `waited_s` ago."""
+    return max(RESENT_S, waited_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +211,7 @@ class SimCall(Generic[T]):
         """If a message first sent `waited_s` ago meets a cut, schedule its retransmission. Returns whether it did."""
         if waited_s >= DEAD_LINK_S or not self.network.cut(sender, receiver):
             return False
-        later_s = max(RESENT_S, waited_s)
+        later_s = resent_after_s(waited_s)
         self._step = self._loop.call_later(later_s, arrive, waited_s + later_s)
         return True
 

@@ -199,9 +199,8 @@ class RecordingStage(LinearStage):
         theta = (*self.theta,)
         found = next((theta for values in self._known(theirs) if values[:2] == theta), None)
         self._trained = (0.0, 0.0)
-        self.loaded.append(
-            LoadedWeights("adopt", theirs.peer, theirs.round, theta, found, frozenset(), len(self.counted))
-        )
+        one = LoadedWeights("adopt", theirs.peer, theirs.round, theta, found, frozenset(), len(self.counted))
+        self.loaded.append(one)
 
     def restore(self, theirs: ReplicaState) -> None:
         """Records the call."""

@@ -31,7 +31,7 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, PeerError, Unreachable, Violation
 from noloco_p2p.ports import ALONE, Body, Claim, Handler
-from noloco_p2p.sim.calls import RESENT_S, SimCall
+from noloco_p2p.sim.calls import SimCall, resent_after_s
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import Payload
 
@@ -256,7 +256,7 @@ class _SimBody:
             await network.traffic.deliver(granting, asked, word, latency_s, apart=apart)
             waited_s = 0.0
             while network.cut(granting, asked):
-                later_s = max(RESENT_S, waited_s)
+                later_s = resent_after_s(waited_s)
                 await asyncio.sleep(later_s)
                 waited_s += later_s
             if not payload.over and self._claim.take():

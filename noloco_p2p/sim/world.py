@@ -129,9 +129,8 @@ class SimSwarm:
 
         secret = generator(plan.seed, "secret", peer, incarnation).getrandbits(64) if plan.gradient_audit else None
         world = World(*ports, make_stage, make_batches, secret, local_time)
-        node = Node(
-            Advert(peer, plan.manifest.run_id, stage, addresses=(peer,)), plan.manifest, config, world, incarnation
-        )
+        advert = Advert(peer, plan.manifest.run_id, stage, addresses=(peer,))
+        node = Node(advert, plan.manifest, config, world, incarnation)
         process = SimProcess(peer, (stage, replica), node, world, ports, stages)
         context = copy_context()
         context.run(PROCESS.set, peer)

@@ -498,7 +498,7 @@ def test_a_replica_that_cannot_be_asked_counts_while_it_announces_itself(age_s: 
 
 def test_a_version_that_most_nodes_do_not_tell_is_called_unknown() -> None:
     nodes = {name: with_advert(r, version="" if name != "S0R0" else "0.1.0") for name, r in swarm().items()}
-    assert _found(nodes)[0].sentence == "12D3…xS0R0: version 0.1.0, the others have unknown"
+    assert _found(nodes)[0].sentence == "12D3…xS0R0: version 0.1.0, the others have an unknown one"
 
 
 @pytest.mark.parametrize("stalled", ["S0R0", "S0R2"])

@@ -141,8 +141,8 @@ def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
 def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
     """Name → path of the files that the globs match. Raises ConfigError for a glob that matches none.
 
-    A file is named by its path relative to the part of the first glob that matches it without wildcards. A "+" is
-    appended if a file of an earlier glob already has that name.
+    A file belongs to the first glob that matches it, and is named by its path relative to the part of that glob without
+    wildcards. A "+" is appended if a file of an earlier glob already has that name.
     """
     if not patterns:
         raise ConfigError("this kind of data needs data_files (files or globs), or data.dataset for a hub data set")

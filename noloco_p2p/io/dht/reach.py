@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from math import inf
 from pathlib import Path
@@ -177,9 +177,8 @@ class Reach:
     async def _ask(self, host: str) -> None:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(
-                self._threads, lambda: socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)
-            )
+            look_up = partial(socket.getaddrinfo, host, 1, type=socket.SOCK_STREAM)
+            found = await loop.run_in_executor(self._threads, look_up)
             addresses = tuple(dict.fromkeys(str(one[4][0]) for one in found))
         except (OSError, UnicodeError):
             addresses = self._of(host)  # there may be no network at the moment

@@ -61,7 +61,7 @@ class CappedDirection:
             await its_turn.wait()
         except asyncio.CancelledError:
             turn.withdrawn = True
-            self.charge(-nbytes if its_turn.is_set() else 0)
+            self.charge(-nbytes if its_turn.is_set() else 0)  # its turn had come, and was charged
             raise
 
     def charge(self, nbytes: int) -> None:

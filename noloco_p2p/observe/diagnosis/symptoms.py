@@ -185,8 +185,8 @@ def _versions(swarm: SwarmView) -> Iterator[Cause]:
     usual = most_common(versions.values()) or ""
     for version in sorted({*versions.values()} - {usual}):
         peers = [peer for peer in versions if versions[peer] == version]
-        mine, theirs = (line(one)[:40] or "unknown" for one in (version, usual))
-        sentence = f"{named(peers)}: version {mine}, the others have {theirs}"
+        theirs = line(usual)[:40] or "an unknown one"
+        sentence = f"{named(peers)}: version {line(version)[:40] or 'unknown'}, the others have {theirs}"
         yield Cause(Finding("warning", "version", peers[0], sentence, "install the same version everywhere"), None)
 
 

@@ -249,7 +249,7 @@ class RunRequirements:
                     return await in_time(doing, TIMING_S, lambda: self._timed(stage)), "measured here"
             except (ConfigError, LocalError, Unreachable) as error:
                 self.report.warning("speed", f"this device was not measured: {error}", "run noloco bench stage")
-        # One in twelve days is a stranger's claim: the seconds of a smaller one may not even be finite.
+        # Less than one in twelve days is a stranger's claim, and its seconds may not even be finite.
         announced = [a.microbatches_per_s for a in replicas if a.microbatches_per_s > 1e-6]
         return (1.0 / statistics.median(announced), "as announced by its replicas") if announced else None
 

@@ -98,9 +98,8 @@ class RunCharts:
 
     def throughput(self) -> Panel:
         """Tokens per second of the swarm."""
-        svg = over_time(
-            "Tokens per second", [ChartLine("tokens per second", Colour.BLUE, self.rates("tokens"))], self._span_s
-        )
+        lines = [ChartLine("tokens per second", Colour.BLUE, self.rates("tokens"))]
+        svg = over_time("Tokens per second", lines, self._span_s)
         return panel(svg, {}, "The whole swarm, evaluations and waits included.")
 
     def time(self) -> Panel:
