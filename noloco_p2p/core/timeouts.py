@@ -21,6 +21,15 @@ ANSWER_SHARE = 0.1
 WAIT_SHARE = 0.5
 """Share of its time that a call may wait for admission; after that it gets Busy, so that no peer is taken for hung."""
 
+DESCRIBE_S = 5.0
+"""Longest wait for a peer's description of itself, seconds."""
+LONGEST_CALL_S = 3_000.0
+"""Longest call with an activation, seconds. A peer that makes no progress ends its call earlier."""
+SILENCE_S = 5.0
+"""Longest time between two messages of a transfer, seconds. A measured line sends each in a tenth of a second, or 16
+KiB, so even if many transfers share the line, a peer that is silent for longer hangs."""
+CAPTURE_S = 20.0
+"""Longest wait for the first message of a state, seconds: the peer first copies it from its device."""
 TRANSFER_DEADLINE_S = 1800.0
 """Longest transfer of the weights that a node starts from, of a replica or a guardian, seconds. One that falls silent
 is given up sooner."""

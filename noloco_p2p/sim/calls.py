@@ -55,6 +55,8 @@ class SimCall(Generic[T]):
     """Called when tensors of the answer begin to arrive."""
     silence_s: tuple[float, float] | None = None
     """For a call whose answer is a stream: longest silence before the stream starts, and during it, seconds."""
+    rest_s: float = float("inf")
+    """Longest time that the stream may take once it has started, seconds."""
     _answer: asyncio.Future[T] = field(init=False)
     _loop: asyncio.AbstractEventLoop = field(init=False)
     _called_at: float = field(init=False)
@@ -81,8 +83,9 @@ class SimCall(Generic[T]):
         self._expires_at = self._called_at + self.deadline_s
         late = f"gave no answer to {self.what} within {self.deadline_s:.3g} s"
         self._deadline = self._loop.call_at(self._expires_at, self._fail, late)
-        nbytes = self.network.control.request + self.nbytes[0]
-        self._post(self.caller, self.callee, nbytes, self._arrive, apart=self.apart)
+        self._post(
+            self.caller, self.callee, self.network.control.request + self.nbytes[0], self._arrive, apart=self.apart
+        )
         self._listen()
 
     async def result(self) -> T:
@@ -154,6 +157,9 @@ class SimCall(Generic[T]):
         traffic = self.network.traffic
         self._reply = payload = Payload(self.callee, self.caller, kind, nbytes, connections=connections)
         traffic.depart(payload)
+        if (late_at := self._loop.time() + self.rest_s) < self._deadline.when():
+            self._deadline.cancel()
+            self._deadline = self._loop.call_at(late_at, self._fail, f"sent not all of the {kind} in time")
         self._listen()
         try:
             await traffic.whole(payload)

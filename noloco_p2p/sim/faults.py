@@ -14,11 +14,11 @@ from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, NodeDescription, PeerId, ReplicaState
 from noloco_p2p.core.resume import age
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
+from noloco_p2p.core.timeouts import DESCRIBE_S
 from noloco_p2p.ports import Stage
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.recording import AvailableWeights, FrozenWeights, RecordingStage, Resumption, WeightsChoice, now_s
-from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SETTLED_S = 2 * DESCRIBE_S

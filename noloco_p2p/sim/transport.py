@@ -29,20 +29,13 @@ from noloco_p2p.core.messages import (
     TensorSpec,
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
+from noloco_p2p.core.timeouts import CAPTURE_S, DESCRIBE_S, LONGEST_CALL_S, SILENCE_S
 from noloco_p2p.errors import Declined, PeerError, Unreachable, Violation
 from noloco_p2p.ports import ALONE, Body, Claim, Handler
 from noloco_p2p.sim.calls import SimCall, resent_after_s
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import Payload
 
-DESCRIBE_S = 3.0
-"""Longest wait of `describe` for an answer."""
-SILENCE_S = 5.0
-"""Longest silence in a transfer, as over gRPC."""
-LONGEST_CALL_S = 3_000.0
-"""Longest call with an activation, as over gRPC. A peer that makes no progress ends a call earlier."""
-CAPTURE_S = 20.0
-"""Longest wait for the start of a state transfer, as over gRPC."""
 RESUMES_S = 20.0
 """Longest silence during a state transfer: about as long as the gRPC calls that try to resume it take."""
 
@@ -110,13 +103,12 @@ class SimTransport:
         async def invoke(handler: Handler, call: SimCall[Snapshot]) -> Snapshot:
             snapshot = await handler.fetch_snapshot(self._me, request)
             began = asyncio.get_running_loop().time()
-            nbytes = self._network.payload_bytes(kind, snapshot.tensors, request.stage)
-            await call.stream(kind, nbytes, connections)
+            await call.stream(kind, self._network.payload_bytes(kind, snapshot.tensors, request.stage), connections)
             took_s = asyncio.get_running_loop().time() - began
             return replace(snapshot, tensors=tuple(map(_copy, snapshot.tensors)), took_s=took_s)
 
-        silence_s = (wait_s + SILENCE_S, SILENCE_S)
-        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot", silence_s=silence_s)
+        limits = {"silence_s": (wait_s + SILENCE_S, SILENCE_S), "rest_s": deadline_s}
+        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot", **limits)
         wire.check_same(tuple(tensor.spec for tensor in snapshot.tensors), expected, kind)
         return snapshot
 
@@ -251,9 +243,8 @@ class _SimBody:
         payload, network = self._payload, self._network
         if payload.sent_at is None and not payload.over:
             granting, asked = payload.receiver, payload.sender
-            latency_s = network.latency_s(granting, asked)
             word, apart = network.control.word, payload.connections > 1
-            await network.traffic.deliver(granting, asked, word, latency_s, apart=apart)
+            await network.traffic.deliver(granting, asked, word, network.latency_s(granting, asked), apart=apart)
             waited_s = 0.0
             while network.cut(granting, asked):
                 later_s = resent_after_s(waited_s)

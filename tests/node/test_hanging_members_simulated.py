@@ -13,12 +13,13 @@ from soak import soak
 from test_strangers_simulated import stranger, swarm_with
 
 from noloco_p2p.core.messages import Advert, Gradient, Header, MicrobatchId, NodeDescription, PeerId, Progress
+from noloco_p2p.core.timeouts import CAPTURE_S
 from noloco_p2p.core.trials import SERVED_TIMES, SHORTEST_SILENCES
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.figures import RunFigures, figures
-from noloco_p2p.sim.transport import CAPTURE_S, SimTransport
+from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan
 
 HONEST, TIMES = 4, 10

@@ -5,11 +5,11 @@ from functools import cache, partial
 from short_runs import manifest_for
 
 from noloco_p2p.config import EvaluationSettings, LimitSettings, NodeConfig
+from noloco_p2p.core.timeouts import DESCRIBE_S
 from noloco_p2p.node.directory_loop import RENEWALS_PER_TTL
 from noloco_p2p.node.shutdown import EVALUATIONS_AT_ONCE
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LINGER_S = 10.0

@@ -103,6 +103,20 @@ def test_a_silent_snapshot_is_given_up_long_before_its_deadline() -> None:
     play(script, link=SLOW_LINK)
 
 
+def test_a_snapshot_that_has_begun_takes_no_longer_than_its_deadline_however_long_it_might_have_waited() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        answer = serving.fetch_snapshot
+        serving.fetch_snapshot = lambda caller, request: answer(caller, replace(request, wait_s=0.0))  # type: ignore[method-assign]
+        request = SnapshotRequest(2, 4, 60.0)
+        assert await transport.fetch_snapshot(CALLEE, request, 20.5, SNAPSHOT_SPECS)
+        began = now()
+        with pytest.raises(Unreachable, match=r"sent not all of the snapshot in time"):
+            await transport.fetch_snapshot(CALLEE, request, 12.0, SNAPSHOT_SPECS)
+        assert now() - began == pytest.approx(LATENCY_S + 12.0)
+
+    play(script, link=SLOW_LINK)
+
+
 def test_a_one_way_partition_swallows_one_direction() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.block(barrier("one_way", "b", "a"))

@@ -27,6 +27,7 @@ from noloco_p2p.core.messages import (
     TensorSpec,
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
+from noloco_p2p.core.timeouts import CAPTURE_S, DESCRIBE_S, LONGEST_CALL_S, SILENCE_S
 from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.transport import callers, message_codec, service, servicer, slow_transfers, stripes, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -41,15 +42,6 @@ from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.stripes import Duplex, StripeCall
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
-DESCRIBE_S = 5.0
-"""Longest wait for a peer's description of itself."""
-LONGEST_CALL_S = 3_000.0
-"""Longest call with an activation, seconds. A peer that makes no progress ends its call earlier."""
-SILENCE_S = 5.0
-"""Longest time between two messages of a transfer, seconds. A measured line sends each in a tenth of a second, or 16
-KiB, so even if many transfers share the line, a peer that is silent for longer hangs."""
-CAPTURE_S = 20.0
-"""Longest wait for the first message of a state, seconds: the peer first copies it from its device."""
 RESUMES, RESUME_PAUSE_S = 3, 0.5
 """Consecutive calls without progress after which an interrupted transfer of a state is abandoned, and the pause before
 each, seconds, which gives a flapping link time to come back."""

@@ -89,8 +89,7 @@ def measure(case: Case) -> Figures:
     plan = TrainingPlan(manifest, (1,) * wire.stages, settings["seed"])
     trained, put_in = train_and_recode(plan, PUT_IN if wire == wire.base else ())
     moved = sum(trained.bytes_per_token[kind] for kind in ("activation", "gradient")) / (wire.stages - 1)
-    figures = trained.figures("validation_loss", "parameters")
-    return figures | {"bytes_per_token": moved, "put_in": put_in}
+    return trained.figures("validation_loss", "parameters") | {"bytes_per_token": moved, "put_in": put_in}
 
 
 def _gpt2(hidden_size: int) -> dict[str, object]:

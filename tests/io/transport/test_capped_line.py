@@ -13,10 +13,10 @@ import pytest
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, CAPPED_MESSAGE_S, HELD_S, SHARE, Precedence
 from noloco_p2p.core.line_rate import CONNECTIONS, MIN_MESSAGE_BYTES
+from noloco_p2p.core.timeouts import SILENCE_S
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine
 from noloco_p2p.io.transport.exchange import Fetched
-from noloco_p2p.io.transport.grpc_transport import SILENCE_S
 from noloco_p2p.io.transport.servicer import GrpcServicer
 from noloco_p2p.io.transport.slow_transfers import Silent
 from noloco_p2p.io.transport.stripes import Duplex
