@@ -12,21 +12,14 @@ from typing import Any, Generic, TypeVar
 from noloco_p2p.core.messages import Gradient, PeerId
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 from noloco_p2p.ports import Handler
+from noloco_p2p.sim.links import resent_after_s
 from noloco_p2p.sim.network import Endpoint, Network
 from noloco_p2p.sim.payloads import Payload
 
 DEAD_LINK_S = 15.0
 """Time after which both ends of a gRPC connection notice that the other one has silently gone."""
-RESENT_S = 0.2
-"""Delay after which TCP retransmits what a cut has swallowed. With each further retransmission the time since the first
-attempt doubles."""
 
 T = TypeVar("T")
-
-
-def resent_after_s(waited_s: float) -> float:
-    """Seconds until TCP next retransmits a message that was first sent `waited_s` ago."""
-    return max(RESENT_S, waited_s)
 
 
 @dataclass(slots=True, eq=False)

@@ -53,6 +53,12 @@ def resend_s(loss: float, round_trip_s: float, rng: random.Random) -> float:
     return late_s
 
 
+def resent_after_s(waited_s: float) -> float:
+    """Seconds until TCP next retransmits a message that was first sent `waited_s` ago and met a cut. With each further
+    retransmission the time since the first attempt doubles."""
+    return max(MIN_TIMER_S, waited_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """The path of a message from one node to another, in one direction."""

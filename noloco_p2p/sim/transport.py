@@ -32,7 +32,8 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.timeouts import CAPTURE_S, DESCRIBE_S, LONGEST_CALL_S, SILENCE_S
 from noloco_p2p.errors import Declined, PeerError, Unreachable, Violation
 from noloco_p2p.ports import ALONE, Body, Claim, Handler
-from noloco_p2p.sim.calls import SimCall, resent_after_s
+from noloco_p2p.sim.calls import SimCall
+from noloco_p2p.sim.links import resent_after_s
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import Payload
 

@@ -77,8 +77,7 @@ def further(quick: bool, results: Results) -> list[Case]:
 
 def _case(method: str, steps: int, seed: int, quick: bool, noise: Any = ()) -> Case:
     name = "{method}-{steps}-{seed}"
-    size = QUICK if quick else FULL
-    return Case.named(name, method=method, steps=steps, seed=seed, noise=noise, **size)
+    return Case.named(name, method=method, steps=steps, seed=seed, noise=noise, **(QUICK if quick else FULL))
 
 
 @cache
