@@ -33,14 +33,14 @@ def problem(status: Status) -> HealthProblem | None:
     """The first of these that applies: the event loop is stuck, a wait is overdue, no inner step for far too long."""
     silent_s = status.figures.loop_silent_s
     if silent_s > LONGEST_SILENCE_S:
-        line = f"the event loop has been silent for {silent_s:.0f} s: something blocks this process"
+        line = f"the event loop has been silent for {silent_s:,.0f} s: something blocks this process"
         return HealthProblem("loop", line)
     for wait in status.waits:
         if overdue(wait):
             return HealthProblem(f"wait {wait.what} {wait.whom} {wait.why}", f"overdue: {sentence(wait)}")
     late_s = lateness_s(status)
     if late_s is not None:
-        line = f"no inner step for {late_s:.0f} s, the median is {figure(status.step_took_s or 0.0, 2)} s"
+        line = f"no inner step for {late_s:,.0f} s, the median is {figure(status.step_took_s or 0.0, 2)} s"
         holder = longest_wait(status)
         return HealthProblem("step", line if holder is None else f"{line}: {sentence(holder)}")
     return None

@@ -112,7 +112,7 @@ class Pauses:
         now = local_time.timestamp()
         still_s, self._looked_at = now - self._looked_at, now
         if still_s > self._longest_s():
-            node.event("info", message=f"stood still for {still_s:.0f} s, as if the machine had slept")
+            node.event("info", message=f"stood still for {still_s:,.0f} s, as if the machine had slept")
             self._slept_until = now
             node.stand_still(True)
         return node.stood_still
@@ -133,7 +133,7 @@ class Pauses:
         idle_s = now - at_s - (node.evaluated_s - evaluated_s) if steps >= UNLUCKY_STEPS else 0.0
         longest_s = max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS))
         if idle_s > longest_s and not node.stood_still:
-            node.event("info", message=f"trained on nothing for {idle_s:.0f} s: asking the others how far they are")
+            node.event("info", message=f"trained on nothing for {idle_s:,.0f} s: asking the others how far they are")
             node.stand_still(True)
         if microbatches:
             self._trained = steps + 1, now, node.evaluated_s

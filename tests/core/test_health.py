@@ -100,7 +100,7 @@ def test_the_line_names_the_wait_that_leads_on_and_no_idle_one() -> None:
     idle = replace(WELL, since_step_s=42.0, waits=WELL.waits[:1])
     assert problem_line(idle) == "no inner step for 42 s, the median is 1 s"
     slow = replace(idle, since_step_s=4200.0, step_took_s=123.4)
-    assert problem_line(slow) == "no inner step for 4200 s, the median is 123 s"
+    assert problem_line(slow) == "no inner step for 4,200 s, the median is 123 s"
 
 
 def test_a_silent_loop_comes_first() -> None:

@@ -200,7 +200,7 @@ class EventLog:
         now = time.monotonic()
         for stage in self._deserted.keys() - before.keys():
             seconds = now - self._deserted[stage]
-            text = f"stage {stage} has had no replica for {seconds:.0f} s: the run waits for one"
+            text = f"stage {stage} has had no replica for {seconds:,.0f} s: the run waits for one"
             _log(logging.WARNING, text, "deserted", {"stage": stage, "seconds": seconds})
         # In other states this node does not look any more, because it is leaving or pausing.
         back = before.keys() - self._deserted.keys() if self._counters.state == "training" else ()
