@@ -165,15 +165,14 @@ class OuterRounds:
                 )
             pull = Pull("leaving" if wait else reason)  # waited for, it is unfinished only if this node leaves
             if cancel:
-                opened.pull.cancel()
-                with node.waits.waiting("outer round", Resource.SWARM, why=why):
-                    await asyncio.wait([opened.pull])
+                await self.forget()
                 pull = pull if opened.pull.cancelled() else opened.pull.result()
-                self._open = None
             if wait and not is_there:
                 idle_s = node.now() - began
                 node.event("idle", cause="partner", seconds=idle_s)
-            await self._merge(opened, pull)
+            # Replicas that merge alone have no φ in common any more: after a restart all but one would be copies.
+            if not (opened.pull.cancelled() and self._rule.common and not self._rule.gradients):
+                await self._merge(opened, pull)
         return idle_s
 
     async def forget(self) -> None:

@@ -223,6 +223,20 @@ def test_a_node_that_leaves_waits_no_longer_and_begins_no_round(overlap: bool) -
     at(scenario, overlap=overlap)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rule", ["diloco", "dct"])
+def test_a_node_that_leaves_does_not_merge_alone_what_all_must_merge_alike(rule: str, overlap: bool) -> None:
+    async def scenario(place: Place) -> None:
+        border = asyncio.create_task(place.border(M))
+        await asyncio.sleep(7.0)
+        place.node.drain("told to leave")
+        await border
+        await place.rounds.end("leaving")
+        assert (place.frozen, place.merged, place.done) == ([1], [], 0), "it is due again"
+
+    at(scenario, rule=rule, inner_steps=M, overlap=overlap)
+
+
 def test_a_node_that_leaves_merges_what_has_arrived() -> None:
     async def scenario(place: Place) -> None:
         await place.border(M)
