@@ -169,6 +169,8 @@ class Node:
     async def _train_first_stage(self) -> None:
         """Read microbatches, send each through the stages, and take the inner step when all of them are back."""
         node = self.state
+        if node.step >= node.manifest.steps and not self._rounds.lacks_rounds():  # it was told to leave in the last one
+            await self._outer_round()
         while node.step < node.manifest.steps and not node.draining:
             if node.pausing:
                 await self._pause()
@@ -183,7 +185,6 @@ class Node:
                 continue
             await self._inner_step(began, batches)
             await self._outer_round()
-            await self._checkpointer.save_if_due()
             await self._shutdown.evaluate_if_due()
 
     # === training, later stages =====================================================================================
@@ -224,7 +225,6 @@ class Node:
             self._came_late &= not node.routes
             await self._inner_step(began, {})
             await self._outer_round()
-            await self._checkpointer.save_if_due()
         server.close()
         await server.until_empty()
         joint = node.manifest.outer.update.gradients and node.step < node.manifest.steps
@@ -236,7 +236,6 @@ class Node:
             node.update(step=float(node.manifest.steps))
             if not left_behind:
                 await self._outer_round()
-                await self._checkpointer.save_if_due()
                 node.update(step=float(node.manifest.steps))  # A state copied meanwhile may be of an earlier step.
 
     def _members_read(self) -> None:
@@ -276,7 +275,7 @@ class Node:
         )
 
     async def _outer_round(self) -> None:
-        """Do what is due between two inner steps. A replica that must then copy another one does so."""
+        """Do what is due between two inner steps, and save it. A replica that must then copy another one does so."""
         if self.state.stood_still:
             await self._pause()
         await self._rounds.at_border()
@@ -286,6 +285,7 @@ class Node:
             await self._joining.take_over(ahead)
             if self.state.step >= self.state.manifest.steps:  # the copied state may lack the last round
                 await self._rounds.at_border()
+        await self._checkpointer.save_if_due()
 
     def status(self, now: float) -> Status:
         """The status of this node at `now` on the loop's clock, without `figures`. Callable from any thread."""

@@ -190,21 +190,21 @@ def test_the_whole_swarm_is_stopped_and_goes_on(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["diloco", "dct"])
-@pytest.mark.parametrize("overlap", [False, *soak([True])])
+@pytest.mark.parametrize(("overlap", "round"), [(False, 3), (True, 6), *soak([(True, 3), (False, 6)])])
 def test_a_swarm_that_is_told_to_leave_during_a_round_goes_on_with_what_all_have_trained(
-    rule: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    rule: str, overlap: bool, round: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each replica merged its own vector alone, so that they differed after the restart: all but one were replaced."""
     hold_up(monkeypatch, 2.0)
     outer = RULES[rule] | {"overlap": overlap, "deadline_s": 6.0}
     held_up, peers = plan(rule, (2, 2), outer=outer), [f"s{stage}r{i}" for stage in range(2) for i in range(2)]
-    third = FaultySwarm(held_up).run().trace.of("outer_round", "s1r0")[2]
-    swarm = FaultySwarm(held_up, tuple(Fault(third.at_s - 1.0, "leave", (peer,), 0.1) for peer in peers))
+    ends_s = FaultySwarm(held_up).run().trace.of("outer_round", "s1r0")[round - 1].at_s
+    swarm = FaultySwarm(held_up, tuple(Fault(ends_s - 1.0, "leave", (peer,), 0.1) for peer in peers))
     outcome = check(swarm)
     agree(outcome)
     for peer in peers:
         assert [e.get("source") for e in outcome.trace.of("resumed", peer)] == ["shard"]
-        assert all(result == "all" for _, result in results(outcome, peer))
+        assert results(outcome, peer) == [(n, "all") for n in range(1, 7)]
 
 
 @pytest.mark.parametrize(

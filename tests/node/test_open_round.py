@@ -125,6 +125,20 @@ def test_a_node_that_leaves_begins_no_round(overlap: bool) -> None:
     assert [event.number("round") for event in rounds(outcome, "s0r0")] == [1]
 
 
+@pytest.mark.parametrize("rule", ["noloco", "gossip", "diloco"])
+def test_nodes_that_leave_in_the_last_step_do_the_last_round_when_they_come_back(rule: str) -> None:
+    """Those of stage 0 ended without it, because they had no step left to take."""
+    outer = {"rule": rule, "inner_steps": M, "deadline_s": 3.0}
+    whole = plan_of((2, 2), steps=12, outer=outer, routing="balanced", seed=2)
+    peers = ["s0r0", "s0r1", "s1r0", "s1r1"]
+    ends = [event.at_s for event in FaultySwarm(whole).run().trace.of("inner_step", "s0r0")]
+    outcome = check(FaultySwarm(whole, tuple(Fault(ends[-1] - 0.01, "leave", (peer,), 0.1) for peer in peers)))
+    for peer in peers:
+        assert [e.get("source") for e in outcome.trace.of("resumed", peer)] == ["shard"]
+        assert [e.number("round") for e in rounds(outcome, peer)] == [1, 2]
+        assert outcome.trace.of("checkpoint", peer)[-1].number("round") == 2
+
+
 def test_a_crash_takes_the_round_with_it(mid: float) -> None:
     outcome = disturbed(mid, Fault(mid, "bounce", (WHO,), 0.5))
     (came,) = outcome.trace.of("resumed", WHO)
