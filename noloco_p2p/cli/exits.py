@@ -66,8 +66,9 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
             fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}; free some space", USER_ERROR)
         if isinstance(error, OSError) and error.errno in WRONG_NAME and error.filename is not None:
             fail(f"{plain(str(error.filename), 300)}: {error.strerror}", USER_ERROR)
-        if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
-            fail("the current directory no longer exists: change to another one", USER_ERROR)
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # of tempfile, or of os.getcwd
+            gone = "the current directory no longer exists: change to another one"
+            fail(f"{error.strerror}: name one in TMPDIR" if "temporary" in str(error) else gone, USER_ERROR)
         fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
     sys.exit(code)
 

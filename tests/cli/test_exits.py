@@ -41,6 +41,12 @@ def _os_error(number: int, *filename: str) -> OSError:
         ),
         # As os.getcwd raises it; noloco swarm and noloco sim called it a bug.
         (_os_error(errno.ENOENT), 2, "error: the current directory no longer exists: change to another one\n"),
+        # As tempfile raises it: seven commands said that the current directory was gone.
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            2,
+            "error: No usable temporary directory found in ['/tmp']: name one in TMPDIR\n",
+        ),
         (_os_error(errno.ENOSPC, "x"), 2, "error: x cannot be written: No space left on device; free some space\n"),
         (_os_error(errno.EDQUOT), 2, "error: the output cannot be written: Disk quota exceeded; free some space\n"),
         (ConfigError("it is\x1b wrong\nand long"), 2, "error: it is  wrong\nand long\n"),
