@@ -98,6 +98,7 @@ def _check(options: SimOptions) -> None:
     for path in filter(None, (options.trace, options.plots)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no directory {path.parent}")
+        homes.check_room(path if path.is_dir() else path.parent, 0, "")
     if options.plots is not None:
         homes.require("--plots ", options.plots, homes.Home.PLOTS, homes.Home.EMPTY)
     if options.trace is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_p2p import humanize
-from noloco_p2p.io.durable_files import writing
+from noloco_p2p.io.durable_files import write_whole, writing
 from noloco_p2p.launch.progress_line import Position
 from noloco_p2p.observe.plotting.axes import Points
 from noloco_p2p.observe.plotting.plots import KIND_COLOURS, Bars, Chart, Curve, Plot, save
@@ -139,7 +139,7 @@ def _byte_table(traffic: TrafficFigures) -> "Table":
 def write_trace(path: Path, lines: Sequence[str]) -> None:
     """Write a trace; `sha256sum` of the file is its trace_hash. Raises LocalError if it cannot be written."""
     with writing(path):
-        path.write_text("\n".join(lines), "utf-8")
+        write_whole(path, "\n".join(lines).encode())
 
 
 def draw(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int, directory: Path) -> list[Path]:

@@ -1,9 +1,11 @@
 """`noloco sim`: its output, its comparisons, and the command that repeats a failed run."""
 
+import errno
 import hashlib
 import io
 import json
 import multiprocessing
+import os
 import re
 import shlex
 import threading
@@ -20,7 +22,7 @@ from unsteady import Deadly, Unsteady
 from noloco_p2p.cli.main import app
 from noloco_p2p.core.snapshots import FrozenRound
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab import sim_command
+from noloco_p2p.lab import sim_command, sim_output
 from noloco_p2p.lab.sim_command import SimOptions, SimRequest, SimRun, first_difference, run_sim
 from noloco_p2p.launch import progress_line
 from noloco_p2p.sim import laws
@@ -51,6 +53,29 @@ def test_what_runs_is_said_at_once_but_not_with_json(capsys: pytest.CaptureFixtu
     for as_json, expected in ((False, "simulating lan, 2 + 2 nodes, 6 steps\n"), (True, "")):
         run_sim(SimOptions(sets=SMALL, as_json=as_json))
         assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("option", ["trace", "plots"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was simulated to its end, and then its figures were lost, too."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(sim_command, "simulate", None)
+    with pytest.raises(LocalError, match=f"cannot write to {tmp_path} .*Permission denied"):
+        run_sim(SimOptions(sets=SMALL, **{option: tmp_path / "out"}))
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "trace"
+    sim_output.write_trace(path, ["before"])
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LocalError, match="trace cannot be written: No space left on device"):
+        sim_output.write_trace(path, ["after"])
+    assert [(one, one.read_text()) for one in tmp_path.iterdir()] == [(path, "before")]
 
 
 def test_json_output_and_the_hash_of_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
