@@ -3,16 +3,17 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait  # unlike select.select, for any number of files
 from pathlib import Path
 from typing import IO
 
 from noloco_p2p.errors import LocalError
+from noloco_p2p.io.transport.connection_limit import allow_many_files
 from noloco_p2p.launch.fork_server import NUMBER
 
 PROGRAM = ("-m", "noloco_p2p.launch.fork_server")
@@ -39,7 +40,7 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit code, or minus the signal that ended it; None while it runs. Kills it if the server has died."""
-        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
+        if self.returncode is None and wait([self._server], 0):
             self.wait()
         return self.returncode
 
@@ -83,6 +84,7 @@ class ForkServerProcess:
         """Start it; it then spends seconds on imports, until it is `ready`. Raises LocalError."""
         if not hasattr(os, "pidfd_open"):
             raise LocalError("forking nodes needs Linux 5.3 or newer; on other systems start each with noloco-node")
+        allow_many_files()  # the launcher and the server have two or three for each node
         self.environment = environment
         self._control, theirs = socket.socketpair()
         command = [sys.executable, *PROGRAM]
@@ -98,7 +100,7 @@ class ForkServerProcess:
     def ready(self) -> bool:
         """Whether it has imported what a node needs. Raises LocalError if it has ended instead."""
         assert self._process is not None
-        if not self._ready and select.select([self._control], [], [], 0)[0]:
+        if not self._ready and wait([self._control], 0):
             self._ready = bool(self._control.recv(1))
             if not self._ready:
                 code = self._process.wait()

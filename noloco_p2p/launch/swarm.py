@@ -27,7 +27,7 @@ from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.launch.stop_signals import stop_signals
 from noloco_p2p.launch.swarm_display import Display, current_row, row, warnings
-from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
+from noloco_p2p.launch.swarm_plan import ROOT_KEY, ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_summary import summarise, summary_lines
 
 ADDRESS = "join-address"
@@ -125,7 +125,8 @@ class LocalSwarm:
             time.sleep(TICK_S)
         address_file = self._path.parent / ADDRESS
         join_file.remove(address_file)
-        first.start(self._server, [*self._arguments, *self._plan.key_option(self._path.parent)])
+        key = [] if self._plan.manifest.security.root_key is None else ["--key", str(self._path.parent / ROOT_KEY)]
+        first.start(self._server, [*self._arguments, *key])  # of a members-only run, to admit the others
         for node in others:
             node.start(self._server, [*self._arguments, "--join", f"{join_file.AT}{address_file}"])
         while (reached := first.endpoints) is None:

@@ -71,10 +71,6 @@ class SwarmPlan:
         own = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
         return {**own, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
 
-    def key_option(self, run_dir: Path) -> list[str]:
-        """The option that gives the first node of a members-only run its key, with which it admits the others."""
-        return [] if self.manifest.security.root_key is None else ["--key", str(run_dir / ROOT_KEY)]
-
     def join_address(self, first: Path, address: str) -> str:
         """The address that the other nodes join: `address` of the first node, in a members-only run with an invitation.
 

@@ -1,7 +1,10 @@
 """A forked node is a process of its own in every respect, and neither server nor nodes outlive the launcher."""
 
+import fcntl
+import io
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -14,8 +17,8 @@ import warm_start
 from processes import wait_until, working_below
 
 from noloco_p2p.errors import LocalError
-from noloco_p2p.launch import node_process
-from noloco_p2p.launch.fork_server import ForkServer
+from noloco_p2p.launch import fork_server_process, node_process
+from noloco_p2p.launch.fork_server import NUMBER, ForkServer
 from noloco_p2p.launch.fork_server_process import ForkedProcess, ForkServerProcess
 from noloco_p2p.launch.node_process import NodeProcess
 
@@ -162,6 +165,29 @@ def test_a_server_with_threads_refuses_to_fork() -> None:
     finally:
         resting.set()
         thread.join()
+
+
+def test_a_launcher_may_have_more_open_files_than_select_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With about 500 nodes, a launcher had no file left for the next one; with a higher limit, it met a bug."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= before[1] < 2048:
+        pytest.skip("the system allows no more files than select knows")
+    ours, theirs = socket.socketpair()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    monkeypatch.setattr(fork_server_process, "PROGRAM", ("-c", ""))
+    server = ForkServerProcess()
+    try:
+        server.start({})
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2048
+        with theirs, ours, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500)) as far:
+            theirs.sendall(NUMBER.pack(4711))
+            process = ForkedProcess(far, io.BytesIO())
+            assert (process.pid, process.poll()) == (4711, None)
+            theirs.sendall(NUMBER.pack(7))
+            assert process.poll() == 7
+    finally:
+        server.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_system_that_cannot_fork_safely_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
