@@ -81,22 +81,19 @@ class Identity:
         try:
             make_folders(path.parent)
             lock = locked(path.with_name(path.name + ".lock"))
+            if lock is None:
+                return None
+            try:
+                if not path.exists():
+                    key = Ed25519PrivateKey.generate()
+                    whole = key.private_bytes_raw() + key.public_key().public_bytes_raw()
+                    write_whole(path, _KEY_PREFIX + whole, 0o600)
+                return cls(path, _read(path), lock)
+            except BaseException:
+                os.close(lock)
+                raise
         except OSError as error:
             raise LocalError(f"identity {path}: {error.strerror}; choose another directory with --dir") from error
-        if lock is None:
-            return None
-        try:
-            if not path.exists():
-                key = Ed25519PrivateKey.generate()
-                whole = key.private_bytes_raw() + key.public_key().public_bytes_raw()
-                write_whole(path, _KEY_PREFIX + whole, 0o600)
-            return cls(path, _read(path), lock)
-        except OSError as error:
-            os.close(lock)
-            raise LocalError(f"identity {path}: {error.strerror}") from error
-        except LocalError:
-            os.close(lock)
-            raise
 
     def sign(self, message: bytes) -> bytes:
         """Ed25519 signature over `message`, 64 bytes."""

@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from noloco_p2p import __version__
 from noloco_p2p.config import ListenSettings, NodeConfig
 from noloco_p2p.humanize import clock, plural, short_id, size_text
+from noloco_p2p.io.transport.connection_limit import allow_many_files
 from noloco_p2p.launch import cpu_seconds, foreseen, node_probe
 from noloco_p2p.launch.node_probe import NodeEndpoints
 from noloco_p2p.observe import health_check
@@ -120,15 +121,14 @@ def _driver() -> str | None:
 
 
 def check_files(report: DoctorReport) -> None:
-    """Check the limit on open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= FEW_FILES:
-        report.ok("files", f"up to {soft} open files are allowed")
+    """Check the limit on open files, which a node raises as far as it may."""
+    allow_many_files()
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= FEW_FILES:
+        report.ok("files", f"{'any number of' if most < 0 else f'up to {most}'} open files are allowed")
         return
-    wanted = max(soft, FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, FEW_FILES))
-    add = report.error if soft < TOO_FEW_FILES else report.warning
-    advice = f"run ulimit -n {wanted} before the node, or raise the system's limit"
-    add("files", f"only {soft} open files are allowed", advice)
+    add = report.error if most < TOO_FEW_FILES else report.warning
+    add("files", f"only {most} open files are allowed", f"raise the hard limit (ulimit -Hn) to {FEW_FILES}, as root")
 
 
 def check_slow_start(report: DoctorReport) -> None:
