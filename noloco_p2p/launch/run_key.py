@@ -3,7 +3,7 @@
 import fcntl
 import shlex
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,9 +53,12 @@ def make(path: Path) -> str:
     homes.require_file("", path)
     if path.exists():
         raise ConfigError(f"{path} already exists: name another file, or use that key")
-    with writing(path.parent):
+    with writing(path), ExitStack() as undo:
         make_folders(path.parent)
-    run_files.write_whole(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
+        path.touch(0o600, exist_ok=False)  # fails if another process makes a key there at this moment
+        undo.callback(path.unlink)
+        run_files.write_whole(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
+        undo.pop_all()
     return public_half(key)
 
 
@@ -236,15 +239,12 @@ async def of_node(
         if public_half(root) != manifest.security.root_key:
             raise ConfigError(f"--key {key} is not the key of this run: leave it out, or name the right one")
         run_files.write_whole(home / ISSUER, certificates.issuer_certificate(root, trust, identity.peer_id, dht_time()))
-        until = dht_time() + PRINTED_S
-        token = Invitation.signed(root, trust.run_id, uses=PRINTED_USES, until=until, stage=None)
+        token = Invitation.signed(root, trust.run_id, uses=PRINTED_USES, until=dht_time() + PRINTED_S, stage=None)
         invitation = f"/invite/{token.text}"
     revoked = Revocations(trust, home / REVOKED)
     await revocations.ask(libp2p, revoked, libp2p.joined)
     issuer = _issuer(home, trust, identity, revoked)
-    chain = _stored(home, revoked, trust, identity.peer_id)
-    if issuer is not None:
-        chain = issuer.issue(identity.peer_id, "member")
+    chain = issuer.issue(identity.peer_id, "member") if issuer else _stored(home, revoked, trust, identity.peer_id)
     if chain is None:
         if not libp2p.joined:
             raise ConfigError("security.root_key: start a members-only run with --key FILE (see noloco key new)")

@@ -1,7 +1,9 @@
 """A members-only run with real processes: invited nodes train, others are refused, and observers may watch."""
 
 import asyncio
+import errno
 import json
+import os
 import re
 import shlex
 import signal
@@ -17,7 +19,7 @@ from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, 
 
 from noloco_p2p.cli.admit import invite_others, new_key, revoke_peers
 from noloco_p2p.config import RunManifest, SecuritySettings
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht import reach
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
@@ -203,6 +205,30 @@ def test_a_members_only_run_needs_its_key(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         root = settings(security__root_key="ab" * 32)
         assert "start a members-only run with --key FILE" in refused(nodes.start(*SMALL, *root, own_dir="first"))
+
+
+def test_of_two_keys_made_at_once_the_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second replaced the first, whose node had begun a run with it: nobody could admit anybody to that run."""
+    path, made, make_folders = tmp_path / "root.key", list[str](), run_key.make_folders
+
+    def another_is_first(folder: Path) -> None:
+        monkeypatch.setattr(run_key, "make_folders", make_folders)
+        made.append(run_key.make(path))
+
+    monkeypatch.setattr(run_key, "make_folders", another_is_first)
+    with pytest.raises(LocalError, match=r"root\.key cannot be written: File exists$"):
+        run_key.make(path)
+    assert [run_key.public_half(run_key.read(path))] == made
+
+
+def test_a_key_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LocalError, match="No space left on device"):
+        run_key.make(tmp_path / "root.key")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_key_is_created_once_and_is_private(tmp_path: Path) -> None:
