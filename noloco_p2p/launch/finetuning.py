@@ -59,6 +59,7 @@ def run_finetune(
     """
     homes.refuse_existing(out, sum(path.stat().st_size for path in model.glob("*.safetensors") if path.is_file()))
     manifest, _ = export.read_record(model)
+    record = json.loads((model / export.RECORD).read_text(encoding="utf-8"))
     trained, held, too_long = _split(read_examples(data, export.exported_tokenizer(manifest, model)), manifest, recipe)
     if too_long:
         say(f"skipped, longer than the run's {manifest.sequence_length} tokens: {plural(too_long, 'example')}")
@@ -81,7 +82,6 @@ def run_finetune(
     with export.replaced(out) as fresh:
         exported_model.save(loaded.causal, fresh)
         exported_model.save(tokenizer, fresh)
-        record = json.loads((model / export.RECORD).read_text(encoding="utf-8"))
         record |= {"replicas": 0, "version": __version__, "finetuned": {**asdict(recipe), **figures}}
         run_files.write_json(fresh / export.RECORD, record)
     return figures

@@ -25,6 +25,7 @@ from noloco_p2p.compute.stage import IGNORED
 from noloco_p2p.core.schedule import learning_rate
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
+from noloco_p2p.launch import finetuning
 from noloco_p2p.launch.evaluation import run_eval, run_generate
 from noloco_p2p.launch.examples import example, padded, read_examples
 from noloco_p2p.launch.export import read_record
@@ -192,6 +193,16 @@ def test_a_model_with_more_layers_than_a_run_may_have_is_refused_before_it_is_ma
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 100_000}))
     with pytest.raises(ConfigError, match="100000 layers; at most 1024"):
         tuned(tmp_path / "model", written(tmp_path / "data.jsonl"), tmp_path / "out")
+
+
+def test_a_model_that_is_moved_away_during_the_training_costs_nothing(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record was read again after the last step, and the result was lost."""
+    shutil.copytree(model, tmp_path / "model")
+    monkeypatch.setattr(finetuning, "_train", lambda *_: (tmp_path / "model").rename(tmp_path / "moved"))
+    tuned(tmp_path / "model", written(tmp_path / "data.jsonl"), tmp_path / "out", steps=1)
+    assert read_record(tmp_path / "out") == (read_record(model)[0], 0)
 
 
 def test_a_model_with_a_damaged_tokenizer_is_refused_before_training(tmp_path: Path, model: Path) -> None:
