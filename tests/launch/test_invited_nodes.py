@@ -20,6 +20,7 @@ from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, 
 from noloco_p2p.cli.admit import invite_others, new_key, revoke_peers
 from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io import durable_files
 from noloco_p2p.io.dht import reach
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
@@ -209,7 +210,7 @@ def test_a_members_only_run_needs_its_key(tmp_path: Path) -> None:
 
 def test_of_two_keys_made_at_once_the_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second replaced the first, whose node had begun a run with it: nobody could admit anybody to that run."""
-    path, made, make_folders = tmp_path / "root.key", list[str](), run_key.make_folders
+    path, made, make_folders = tmp_path / "root.key", list[str](), durable_files.make_folders
 
     def another_is_first(folder: Path) -> None:
         monkeypatch.setattr(run_key, "make_folders", make_folders)

@@ -55,15 +55,16 @@ def test_what_runs_is_said_at_once_but_not_with_json(capsys: pytest.CaptureFixtu
         assert capsys.readouterr().err == expected
 
 
-@pytest.mark.parametrize("option", ["trace", "plots"])
+@pytest.mark.parametrize("trace", [True, False])
 def test_a_place_that_cannot_be_written_is_refused_before_the_run(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run was simulated to its end, and then its figures were lost, too."""
+    out = tmp_path / "out"
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(sim_command, "simulate", None)
     with pytest.raises(LocalError, match=f"cannot write to {tmp_path} .*Permission denied"):
-        run_sim(SimOptions(sets=SMALL, **{option: tmp_path / "out"}))
+        run_sim(SimOptions(sets=SMALL, trace=out if trace else None, plots=None if trace else out))
 
 
 def test_a_trace_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
