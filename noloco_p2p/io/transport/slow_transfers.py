@@ -60,21 +60,21 @@ class Patience:
         error: type[PeerError] = Silent,
     ) -> T:
         """The result of `transfer`. It counts as `nbytes` moved, or as its length if it is bytes. Raises `error`."""
-        came_s = 0.0
+        given_up, came_s = True, 0.0
         self._settle(0.0)
         try:
             async with asyncio.timeout(self._left_s) as timeout:
                 self._waits.add(timeout)
                 result = await transfer
-                came_s = (len(result) if isinstance(result, bytes) else nbytes) / least_bytes_per_s
+                given_up, came_s = False, (len(result) if isinstance(result, bytes) else nbytes) / least_bytes_per_s
                 return result
         except TimeoutError:
             raise error(f"the peer moved next to no data for {self._reserve_s:g} s") from None
         finally:
             self._settle(came_s)
             self._waits.discard(timeout)
-            if timeout.expired() and not self._waits:
-                self._left_s = RESTART * self._reserve_s
+            if given_up and not self._waits:
+                self._left_s = max(self._left_s, RESTART * self._reserve_s)
             for other in self._waits if came_s else ():
                 if not other.expired():
                     other.reschedule(self._at + self._left_s)

@@ -644,6 +644,31 @@ def test_a_caller_that_has_been_silent_is_served_again_while_an_earlier_activati
     virtual_time.run(scenario(), limit_s=100)
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_call_that_ends_late_leaves_its_caller_time_to_send_the_next_body(cancelled: bool) -> None:
+    """The next body failed if it did not begin within what an abandoned one had left over: a hundredth of a second."""
+    late_s = RESERVE_S - 0.01
+
+    async def broken() -> bytes:
+        await asyncio.sleep(late_s)
+        raise grpc.aio.InternalError("the connection is broken")
+
+    async def scenario() -> None:
+        patience = Patience()
+        abandoned = asyncio.create_task(patience.wait(after(RESERVE_S, 0) if cancelled else broken()))
+        await asyncio.sleep(late_s)
+        if cancelled:
+            abandoned.cancel()
+        await asyncio.gather(abandoned, return_exceptions=True)
+        await patience.wait(after(RESTART * RESERVE_S / 2, 1 << 20))
+        late = asyncio.create_task(patience.wait(after(late_s, 0)))
+        assert not await late, "one that comes with nothing is not abandoned"
+        with pytest.raises(Silent):
+            await patience.wait(after(RESTART * RESERVE_S / 2, 0))
+
+    virtual_time.run(scenario(), limit_s=100)
+
+
 def test_delays_by_this_node_do_not_count() -> None:
     async def scenario() -> None:
         patience, now = Patience(), asyncio.get_running_loop().time
