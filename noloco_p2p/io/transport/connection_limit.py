@@ -56,7 +56,7 @@ class ConnectionLimit:
         self._known: set[End] = set()
         """The connections that existed at the last look."""
         self._ends: dict[tuple[int, int], End | None] = {}
-        """By device and inode, for each file open at the last look: its remote end; None if it is not a connection."""
+        """By device and inode, for each socket open at the last look: its remote end; None if it is not an accepted one."""
 
     async def watch(self) -> None:
         """Look once a second. One look after connections were unread, their memory is returned to the system."""
@@ -89,7 +89,7 @@ class ConnectionLimit:
         """Remote end → file descriptor, for all accepted connections to the port."""
         found, known, self._ends = dict[End, int](), self._ends, {}
         for number in map(int, os.listdir(OPEN_FILES)):
-            with suppress(OSError):  # closed in the meantime
+            with suppress(OSError):  # closed in the meantime, or not a socket, or no file can be opened now
                 file = os.fstat(number)
                 key = file.st_dev, file.st_ino
                 self._ends[key] = end = known[key] if key in known else self._other_end(number)
@@ -98,7 +98,7 @@ class ConnectionLimit:
         return found
 
     def _other_end(self, number: int) -> End | None:
-        with suppress(OSError), _copied(number) as one:  # OSError: not a connected socket
+        with _copied(number) as one, suppress(OSError):  # not connected
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == self._port:
                 host, port, *_ = one.getpeername()
                 return host.removeprefix(MAPPED), port

@@ -1,6 +1,7 @@
 """How a node limits the connections that it accepts (`io/transport/connection_limit`)."""
 
 import asyncio
+import errno
 import os
 import resource
 import socket
@@ -194,6 +195,23 @@ def test_running_out_of_file_descriptors_does_not_end_the_watch(crowd: Crowd, mo
         watching.cancel()
 
     run(scenario())
+
+
+def test_connections_that_came_while_no_file_could_be_opened_count_later(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They used to be left alone for as long as they stayed open."""
+
+    def dup(number: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    here = ConnectionLimit(crowd.port)
+    crowd.come("127.0.0.2", 20)
+    with monkeypatch.context() as full:
+        full.setattr(os, "dup", dup)
+        here.look()
+    here.look()
+    assert crowd.left() == [12]
 
 
 def test_a_connection_without_a_handshake_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
