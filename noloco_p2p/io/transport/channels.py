@@ -139,7 +139,8 @@ class ChannelPool:
         """Connections that new calls may use, in order of last use."""
         self._open: set[PeerChannel] = set()
         """All connections not closed yet, including those being opened and those finishing their last calls."""
-        self._opening: dict[ChannelKey, asyncio.Task[PeerChannel | str]] = {}
+        self._opening: dict[tuple[ChannelKey, tuple[str, ...]], asyncio.Task[PeerChannel | str]] = {}
+        """Connections being opened, by slot and by the addresses of the peer's advert, which change when it moves."""
         self._awaited = Counter[ChannelKey]()
         """How many calls are waiting for a connection that is being opened, or has just been opened."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -157,15 +158,12 @@ class ChannelPool:
         Raises Unreachable if no address accepts a connection in time.
         """
         key = (peer.peer_id, CONTROL_SLOT + part) if control or part else self._key(peer)
-        channel, leaf = self._kept.pop(key, None), self._links.leaf
-        if channel is not None and not (channel.ready and channel.leaf is leaf and channel.address in peer.addresses):
-            if channel.calls == 0:
-                self._close(channel)
-            channel = None
-        if channel is None:
-            channel = await self._opened(key, peer, seconds)
+        channel, leaf = self._kept.get(key), self._links.leaf
+        if channel and channel.ready and channel.leaf is leaf and channel.address in peer.addresses:
+            self._kept[key] = self._kept.pop(key)
         else:
-            self._kept[key] = channel
+            self._drop(key)
+            channel = await self._opened(key, peer, seconds)
         channel.calls += 1
         try:
             async with self._links.calling(peer.peer_id, lambda: self._closed):
@@ -199,15 +197,14 @@ class ChannelPool:
         """Waits for a connection that is being opened, or opens one. Cancelling a wait does not cancel the opening."""
         if self._closed:
             raise Unreachable("this node's transport is closed")
-        task = self._opening.get(key)
+        task = self._opening.get((key, peer.addresses))
         if task is None:
-            task = self._opening[key] = asyncio.create_task(self._connected(key, peer))
+            task = self._opening[key, peer.addresses] = asyncio.create_task(self._connected(key, peer))
         self._awaited[key] += 1
         try:
             await asyncio.wait([task], timeout=seconds)
         finally:
-            self._awaited[key] -= 1
-            self._awaited += Counter()  # drops the entries that are zero
+            self._awaited -= Counter((key,))  # drops the entries that are zero
         if not task.done() or task.cancelled():
             raise Unreachable(f"{peer.peer_id} did not accept a connection within {seconds:.1f} s")
         outcome = task.result()
@@ -233,6 +230,7 @@ class ChannelPool:
                 if reason is None:
                     self._on_open()
                     self._make_room()
+                    self._drop(key)  # One to other addresses of the peer may have been opened meanwhile.
                     self._kept[key] = channel
                     return channel
                 self._close(channel)
@@ -241,7 +239,7 @@ class ChannelPool:
                 reasons.append(f"{address}: {reason}")
             return "; ".join(reasons) or "it announces no address"
         finally:
-            self._opening.pop(key, None)
+            self._opening.pop((key, peer.addresses), None)
 
     def _tries(self, addresses: Sequence[str]) -> list[tuple[str, float]]:
         """Which addresses to try, in order, and for how many seconds each."""
@@ -254,6 +252,11 @@ class ChannelPool:
         unused = [key for key, channel in self._kept.items() if channel.calls == 0 and not self._awaited[key]]
         for key in unused[: max(0, len(self._kept) + 1 - MAX_CHANNELS)]:
             self._close(self._kept.pop(key))
+
+    def _drop(self, key: ChannelKey) -> None:
+        """Let no new calls use the connection in this slot."""
+        if (channel := self._kept.pop(key, None)) is not None and channel.calls == 0:
+            self._close(channel)
 
     def _close(self, channel: PeerChannel) -> None:
         if channel not in self._open:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -146,6 +146,41 @@ def test_a_peer_that_moved_is_reached_at_its_new_address_at_once() -> None:
             await both.b.close()
             sent = activation()
             assert (await soon(both.a.propagate(moved.peer, sent))).grad.data == sent.hidden.data
+
+    run(scenario())
+
+
+def test_a_peer_that_moved_is_reached_while_its_old_address_is_still_dialled() -> None:
+    """The call to the new address used to wait for the old one, and then failed with it."""
+
+    async def once(connection: AbstractAsyncContextManager[object]) -> None:
+        async with connection:
+            pass
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                acquire = partial(both.a._channels.acquire, seconds=60.0, control=True)
+                old = replace(both.peer, addresses=(f"127.0.0.1:{silent.getsockname()[1]}",))
+                dialling = asyncio.create_task(once(acquire(old)))
+                await asyncio.sleep(0)
+                await soon(once(acquire(both.peer)))
+                assert not dialling.done()
+                dialling.cancel()
+
+    run(scenario())
+
+
+def test_of_two_connections_opened_at_once_in_a_slot_one_stays_open() -> None:
+    """To the addresses in two adverts of a peer that moves."""
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both, pair(Node(echo)) as moved:
+            pool = both.a._channels
+            opening = (pool._opened(("B", channels.CONTROL_SLOT), one.peer, 60.0) for one in (both, moved))
+            await soon(asyncio.gather(*opening, return_exceptions=True))
+            assert {*pool._kept.values()} == pool._open
+            assert len(pool._open) == 1
 
     run(scenario())
 
