@@ -56,7 +56,7 @@ class ConnectionLimit:
         self._known: set[End] = set()
         """The connections that existed at the last look."""
         self._ends: dict[tuple[int, int], End | None] = {}
-        """By device and inode, for each socket open at the last look: its remote end; None if it is not an accepted one."""
+        """By device and inode, for each socket open at the last look: its remote end; None if it was not accepted."""
 
     async def watch(self) -> None:
         """Look once a second. One look after connections were unread, their memory is returned to the system."""
