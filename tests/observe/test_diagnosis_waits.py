@@ -1,7 +1,8 @@
 """Following waits from node to node to their cause, and the diagnosis of arbitrary statuses."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import pytest
 from diagnosed import (
@@ -36,6 +37,8 @@ from noloco_p2p.core.status import (
     Unknown,
     Wait,
 )
+from noloco_p2p.observe.diagnosis import causes
+from noloco_p2p.observe.diagnosis.causes import Hop, WaitPaths
 from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
@@ -83,6 +86,28 @@ def test_thousands_of_waits_that_strangers_claim_are_followed_once(monkeypatch: 
     monkeypatch.setattr(SwarmView, "of_stage", of_stage)
     diagnose(list(nodes.values()))
     assert len(looked) < 4 * len(nodes)
+
+
+def test_what_a_crowd_of_strangers_claims_takes_no_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 nodes that claimed to wait for each other took 7 s, and each further one made all paths longer."""
+    nodes, followed = swarm(1, 40), list[str]()
+
+    def call(paths: WaitPaths, caller: str, *others: Any) -> Iterator[Hop]:
+        followed.append(caller)
+        return whole(paths, caller, *others)
+
+    for number, name in enumerate(nodes):
+        waits = [wait("gradient", peer(0, (number + each) % 40), 90.0, None, why(each)) for each in range(1, 20)]
+        served = [Serving(peer(0, 0), why(counter), 9.0) for counter in range(20)]
+        nodes[name] = waiting(nodes[name], *waits, serving=served)
+    whole = WaitPaths._call
+    monkeypatch.setattr(WaitPaths, "_call", call)
+    diagnose(list(nodes.values()))
+    assert len(followed) > 15_000
+    followed.clear()
+    monkeypatch.setattr(causes, "HOPS_LIMIT", 40 * 25)
+    diagnose(list(nodes.values()))
+    assert len(followed) < 40 * 60
 
 
 def _stuck(report: Report) -> Report:

@@ -25,8 +25,9 @@ PATIENCE_STEPS = 2.0
 take longer."""
 FIRST_PATIENCE_S = 15.0
 """The same before the first inner step has ended, while it is unknown how long a call takes."""
-WAITS_LIMIT = 64
-"""Upper limit on the waits followed per node; statuses list the longest ones first."""
+HOPS_LIMIT = 1 << 21
+"""Upper limit on the hops of all paths together, in equal parts for all nodes: a thousand strangers that claim to wait
+for each other would make billions. Honest paths are far shorter."""
 
 ASIDE_S = 1.0
 """A peer that is set aside for longer than this has failed at least twice in a row and not answered since.
@@ -61,19 +62,18 @@ class WaitPaths:
     def follow(self, start: PeerId) -> Self:
         """Follow the long waits of a node."""
         status = self.swarm.statuses[start]
-        waits = _holding_up(status)
+        waits = self.swarm.waits.get((start, None), [])
         # A retried call is recent even if its purpose is old, so the oldest wait for each purpose decides.
-        oldest: dict[Purpose | None, float] = {}
-        for wait in waits:
-            oldest[wait.why] = max(oldest.get(wait.why, 0.0), wait.since_s)
-        hops = [*self.step(start, status, [wait for wait in waits if oldest[wait.why] > PATIENCE_S])]
-        visited: set[Hop] = set()
-        while hops:
+        long = {wait.why for wait in waits if wait.since_s > PATIENCE_S}
+        hops = [*self.step(start, status, [wait for wait in waits if wait.why in long])]
+        visited, left = set[Hop](), HOPS_LIMIT // len(self.swarm.statuses)
+        while hops and left > 0:
             hop = hops.pop()
             # Waits may form a cycle. A path that returns to the start adds nothing.
             if hop not in visited and hop[0] != start:
                 visited.add(hop)
-                hops += self.beyond(hop)
+                hops += (more := [*self.beyond(hop)])
+                left -= 1 + len(more)
         return self
 
     def beyond(self, hop: Hop) -> Iterator[Hop]:
@@ -84,7 +84,7 @@ class WaitPaths:
         # The path ends at a node whose event loop is stuck: the waits that it reports are not the reason.
         if status is None or loop_is_silent(status):
             return
-        waits = [wait for wait in _holding_up(status) if why in (None, wait.why)]
+        waits = self.swarm.waits.get(hop, [])
         # A microbatch that waits for the inner step to end is held up by whatever holds up that step.
         step = why is not None and any(wait.whom == Resource.INNER_STEP for wait in waits)
         yield from [(peer, None)] if step else self.step(peer, status, waits)
@@ -103,9 +103,7 @@ class WaitPaths:
                     if (wait.why is None or wait.why not in called) and stage not in self.searched:
                         self.searched.add(stage)
                         yield from ((report.peer, None) for report in self.swarm.of_stage(stage, IN_ROUNDS))
-                case Resource.INNER_STEP:
-                    pass
-                case _:
+                case _ if wait.whom != Resource.INNER_STEP:
                     self.last.append((peer, wait))
 
     def _call(self, peer: PeerId, other: PeerId, status: Status, wait: Wait) -> Iterator[Hop]:
@@ -123,7 +121,7 @@ class WaitPaths:
             # does not arrive is cut off.
             receives = wait.what == ACTIVATION
             link = CallLink(other, peer) if receives else CallLink(peer, other)
-            arrived = not receives and any(call.why == wait.why for call in theirs.serving)
+            arrived = not receives and wait.why in self.swarm.served[other]
             step_s = status.step_took_s or 0.0
             patience_s = max(PATIENCE_S, PATIENCE_STEPS * step_s) if step_s > 0 else FIRST_PATIENCE_S
             at_work = theirs.advert.state == "training" and not loop_is_silent(theirs)
@@ -132,10 +130,6 @@ class WaitPaths:
                 self.ends.add(link)
             else:
                 yield other, wait.why
-
-
-def _holding_up(status: Status) -> list[Wait]:
-    return [wait for wait in status.waits if not wait.idle][:WAITS_LIMIT]
 
 
 # --- links that carry nothing although both ends answer ---------------------------------------------------------------

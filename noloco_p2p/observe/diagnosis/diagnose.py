@@ -71,7 +71,9 @@ def _progress(swarm: SwarmView) -> str:
         words.append(f"{compact(swarm.tokens_per_s)} tokens/s")
     if (loss := swarm.mean("loss")) is not None:
         words.append(f"loss {min(loss, 9999.0):.2f}")
-    state = "finished" if swarm.ended else "training" if swarm.training else "not training"
+    # A node that syncs copies the state that it needs to train.
+    at_work = any(status.advert.state in ("training", "syncing") for status in swarm.statuses.values())
+    state = "finished" if swarm.ended else "training" if at_work else "not training"
     return f"{state}: {', '.join(words)}"
 
 

@@ -7,12 +7,14 @@ from typing import TypeVar
 
 from noloco_p2p.core.members import IN_ROUNDS, STAGE_0_AT_WORK, TRAINED
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.core.status import Status
+from noloco_p2p.core.status import Purpose, Status, Wait
 from noloco_p2p.humanize import short_id
 from noloco_p2p.observe.diagnosis.findings import Report
 
 V = TypeVar("V", str, int)
 
+WAITS_LIMIT = 64
+"""Upper limit on the waits followed per node; statuses list the longest ones first."""
 STAGES_LIMIT = 4096
 """More stages than any honest run has."""
 
@@ -27,19 +29,27 @@ class SwarmView:
         self.reports = sorted(reports, key=lambda r: r.peer)
         self.run_id = most_common(r.newest.run_id for r in self.reports) or ""
         self.statuses = {r.peer: r.status for r in self.reports if r.status is not None}
+        self.waits: dict[tuple[PeerId, Purpose | None], list[Wait]] = {}
+        """The waits that hold a node up on behalf of a purpose; with None: all of that node."""
+        for peer, status in self.statuses.items():
+            for wait in [wait for wait in status.waits if not wait.idle][:WAITS_LIMIT]:
+                for why in {None, wait.why}:
+                    self.waits.setdefault((peer, why), []).append(wait)
+        self.served = {peer: {call.why for call in status.serving} for peer, status in self.statuses.items()}
+        """On whose behalf each node is serving calls."""
         self.run_name = most_common(s.run_name for s in self.statuses.values()) or ""
         self.adverts = {r.peer: r.newest for r in self.reports}
+        announced = {advert.stage for advert in self.adverts.values()}
+        self._of_stage = {n: [r for r in self.reports if r.newest.stage == n] for n in announced}
         self.stages = self._count_stages()
 
     def _count_stages(self) -> int:
         claimed = most_common(s.stages for s in self.statuses.values() if 0 < s.stages <= STAGES_LIMIT)
-        if claimed is not None:
-            return claimed
-        return 1 + max((a.stage for a in self.adverts.values() if 0 <= a.stage < STAGES_LIMIT), default=-1)
+        return claimed or 1 + max((a.stage for a in self.adverts.values() if 0 <= a.stage < STAGES_LIMIT), default=-1)
 
     def of_stage(self, stage: int, states: Collection[str]) -> list[Report]:
         """The nodes of a stage whose last known state is one of `states`."""
-        return [r for r in self.reports if r.newest.stage == stage and r.newest.state in states]
+        return [r for r in self._of_stage.get(stage, ()) if r.newest.state in states]
 
     def name(self, peer: PeerId) -> str:
         """`node 12D3…Qx7Qf of stage 1`."""
@@ -78,11 +88,6 @@ class SwarmView:
         """Whether any node has trained."""
         at_work = any(advert.state in TRAINED for advert in self.adverts.values())
         return at_work or any(status.inner_steps > 0 for status in self.statuses.values())
-
-    @property
-    def training(self) -> bool:
-        """Whether any node is training, or is copying the state that it needs for that."""
-        return any(status.advert.state in ("training", "syncing") for status in self.statuses.values())
 
     @property
     def ended(self) -> bool:
