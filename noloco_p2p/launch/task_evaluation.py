@@ -55,7 +55,7 @@ def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) 
         with contextlib.chdir(directory):
             found = simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=False)
         return {task: _numbers(found["results"][task]) for task in tasks}  # a tag has no results, and a group no items
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise ConfigError(f"{directory}: a task cannot be evaluated: {first_line(error)}") from error
 
 

@@ -45,13 +45,16 @@ def test_missing_requirements_are_reported_in_one_line(
 def test_the_name_of_several_tasks_is_an_error_in_one_line(
     asked: str, named: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The harness lists them with the tasks, but has no results for a tag, and no number of items for a group."""
+    """The harness lists them with the tasks, but has no results for a tag, and no number of items for a group. One
+    without items used to end with a traceback."""
     results = {"one": {"acc,none": 1.0, "sample_len": 2}, "a_group": {"acc,none": 1.0, "alias": "a_group"}}
     members: dict[str, dict[str, object]] = {
         "lm_eval": {"simple_evaluate": lambda *_, **__: {"results": results}},
         "lm_eval.models": {},
         "lm_eval.models.huggingface": {"HFLM": lambda *_, **__: None},
-        "lm_eval.tasks": {"TaskManager": lambda **_: SimpleNamespace(all_tasks=["one", "a_tag", "a_group"])},
+        "lm_eval.tasks": {
+            "TaskManager": lambda **_: SimpleNamespace(all_tasks=["one", "a_tag", "a_group", "without_items"])
+        },
     }
     for name, found in members.items():
         module = ModuleType(name)
@@ -60,6 +63,13 @@ def test_the_name_of_several_tasks_is_an_error_in_one_line(
     assert run_tasks(model, ["one"], tmp_path, device="cpu") == {"one": {"items": 2, "acc": 1.0}}
     with pytest.raises(ConfigError, match=f"a task cannot be evaluated: {named}"):
         run_tasks(model, ["one", asked], tmp_path, device="cpu")
+
+    def evaluate(*_: object, **__: object) -> None:
+        raise IndexError("Invalid key: 0 is out of bounds for size 0")
+
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", evaluate)
+    with pytest.raises(ConfigError, match="a task cannot be evaluated: Invalid key: 0 is out of bounds"):
+        run_tasks(model, ["without_items"], tmp_path, device="cpu")
 
 
 def test_each_metric_has_a_line() -> None:
