@@ -15,6 +15,7 @@ from elastic import COSTS, DRAIN_S, config_for, manifest_for, replay
 from lawful import Judge, Swarm, broken
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.timeouts import CAPTURE_S
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.faults import Fault, FaultySwarm
@@ -103,7 +104,8 @@ def drawn_as(kind: type[Swarm], seed: int) -> Swarm:
     # One slow replica may have to serve the microbatches of all origins, and a rule of all replicas waits for the last.
     microbatch_s = 1.3 * SLOWEST * (costs.forward_s + costs.backward_s)
     gap_s = 2 * manifest.microbatches_per_step * replicas[0] * microbatch_s
-    gap_s += 3 * manifest.outer.deadline_s if manifest.outer.update.common else 0.0
+    if manifest.outer.update.common:  # a replica that must copy another one waits long for an answer that is lost
+        gap_s += 3 * manifest.outer.deadline_s + (CAPTURE_S if lost else 0.0)
     if rng.random() < 0.25:
         plan = replace(plan, chooses_stage=True)
     if rng.random() < 0.25:
