@@ -253,6 +253,15 @@ def test_a_node_that_lacks_memory_takes_precedence() -> None:
     assert found.advice.startswith("set compute.recompute there")
 
 
+def test_no_more_microbatches_are_advised_than_the_nodes_have_places_for() -> None:
+    """In a simulated run of home-200 with limits.max_in_flight 4, 16 of them reach 51 % in int8, where 4 reach 45 %."""
+    nodes = {name: with_status(report, places=4) for name, report in homes(in_use=0.2).items()}
+    [found] = advice(nodes)
+    assert found.advice == "in the configuration of the next run: wire.forward: int8, wire.backward: int8"
+    [found] = advice({name: with_status(report, places=8) for name, report in nodes.items()})
+    assert found.advice.endswith(", microbatches_per_step: 8")
+
+
 def test_the_places_of_a_node_are_compared_with_its_share_of_a_step() -> None:
     """The only replica of a middle stage needs places for the microbatches of both origins; the last stage is not
     asked, because what it lacks holds up nobody but its callers."""

@@ -101,12 +101,12 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
     # Whatever strangers claim, nothing below divides by 0: values that are not finite fail here, or are left out.
     if not (0 < in_use < IN_USE and 0 < REACHED * now.in_use <= in_use):
         return
-    short = [each for index in range(len(stages) - 1) for each in _short_of_places(swarm, index, size, stages)]
-    if short:
+    if short := [*_short_of_places(swarm, size, stages)]:
         yield from short
         return
     reached = min(1.0, in_use / now.in_use)
-    estimates = [(estimated_step(stages, option).in_use * reached, option) for option in _options(size)]
+    options = [option for option in _options(size) if not any(_short_of_places(swarm, option, stages))]
+    estimates = [(estimated_step(stages, option).in_use * reached, option) for option in options]
     found = [(use, option) for use, option in estimates if use > 0]
     best = max(use for use, _ in found)
     use, option = next((use, option) for use, option in found if use >= NEARLY * best)
@@ -118,16 +118,16 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
         yield at_node("ok", "throughput", None, sentence, f"in the configuration of the next run: {settings}")
 
 
-def _short_of_places(
-    swarm: SwarmView, stage: int, size: MicrobatchSize, stages: Sequence[StageMedian]
-) -> Iterator[Cause]:
-    """The nodes of a stage that lack places for a step's microbatches: more of them per step would not help."""
-    each = -(-size.per_step * stages[0].replicas // stages[stage].replicas)
+def _short_of_places(swarm: SwarmView, size: MicrobatchSize, stages: Sequence[StageMedian]) -> Iterator[Cause]:
+    """The nodes, not of the last stage, that lack places for a step's microbatches: more per step would not help."""
+    per_step = size.per_step * stages[0].replicas
     for peer, status in swarm.statuses.items():
-        if status.advert.stage == stage and status.places is not None and status.places < each:
-            sentence = f"{swarm.name(peer)} has room for {status.places} of the {each} microbatches of a step"
-            advice = "set compute.recompute there, or raise limits.max_in_flight if that is set"
-            yield at_node("ok", "places", peer, sentence, advice)
+        if status.places is not None and status.advert.stage in range(len(stages) - 1):
+            each = -(-per_step // stages[status.advert.stage].replicas)
+            if status.places < each:
+                sentence = f"{swarm.name(peer)} has room for {status.places} of the {each} microbatches of a step"
+                advice = "set compute.recompute there, or raise limits.max_in_flight if that is set"
+                yield at_node("ok", "places", peer, sentence, advice)
 
 
 def _medians(swarm: SwarmView) -> list[StageMedian]:
