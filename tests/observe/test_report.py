@@ -26,7 +26,7 @@ from noloco_p2p.io.telemetry.journal import NAME, EventFiles, Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.launch import run_files
 from noloco_p2p.launch.node_probe import KEY_LOCK
-from noloco_p2p.observe.plotting.svg import Colour
+from noloco_p2p.observe.plotting.svg import SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.report import series
 from noloco_p2p.observe.report.journals import read_processes
@@ -199,8 +199,8 @@ def test_the_script_gets_the_values_behind_the_coordinates(run: RecordedRun) -> 
     (path,) = [one for one in charts["Loss"].findall(".//path[@data-v]") if one.findtext("title") == "0-0"]
     values = [float(value) for value in path.get("data-v", "").split()]
     places = [tuple(map(float, place.split())) for place in path.get("d", "")[1:].split("L")]
-    assert values == pytest.approx([loss for piece in history.curves["loss"] for _, loss in piece], rel=1e-3)
-    for (step, loss), (x, y) in zip(history.curves["loss"][0], places, strict=True):
+    assert values == pytest.approx([loss for piece in history.curves["loss", 0] for _, loss in piece], rel=1e-3)
+    for (step, loss), (x, y) in zip(history.curves["loss", 0][0], places, strict=True):
         assert x == pytest.approx(left + (step - first) / (last - first) * (right - left), abs=0.06)
         assert y == pytest.approx(bottom - (loss - low) / (high - low) * (bottom - top), abs=0.06)
     ticks = charts["Loss"].findall(".//g[@class='scale']")
@@ -312,7 +312,9 @@ def test_the_csv_series_match_the_run(
     mine = [row for row in rows if row["node"] == "0-0"]
     for column, curve in (("loss", "loss"), ("learning_rate", "learning_rate"), ("validation_loss", "validation")):
         points = [(float(row["step"]), float(row[column])) for row in mine if row[column]]
-        assert points == [point for piece in first.curves[curve] for point in piece]
+        assert points == [
+            point for piece in first.curves[curve, None if curve == "learning_rate" else 0] for point in piece
+        ]
     assert len(points) >= 3
     progress = [(float(row["time"]), float(row["tokens_per_s"])) for row in mine if row["tokens_per_s"]]
     tokens = sum(rate * (at - before) for (before, _), (at, rate) in itertools.pairwise(progress))
@@ -687,7 +689,7 @@ def test_the_table_of_nodes_shows_what_each_did(eventful: RecordedRun) -> None:
 def test_charts_over_time_show_rounds_and_members(eventful: RecordedRun) -> None:
     (history,) = eventful.nodes
     assert [(at - BEGAN_AT, seconds) for at, seconds in history.round_seconds] == [(3.0, 0.25), (4.0, 0.75)]
-    assert [counts for _, counts in history.membership] == [Counter(training=3, unknown=1)]
+    assert [counts for _, _, counts in history.membership] == [Counter(training=3, unknown=1)]
     gains = [(new.began_at - BEGAN_AT, new.ended_at - BEGAN_AT, new.amount) for new in history.increments["tokens"]]
     assert gains == [(0.0, 2.0, 50), (2.0, 10.0, 350)]
     assert eventful.training_at == BEGAN_AT + 1
@@ -695,6 +697,50 @@ def test_charts_over_time_show_rounds_and_members(eventful: RecordedRun) -> None
     seconds = [one.get("data-v") for one in charts["Seconds per outer round"].findall(".//*[@data-v]")]
     assert "0.25 0.75" in seconds
     assert {one.findtext("title") for one in charts["Nodes by state"].findall(".//path")} == {"training", "unknown"}
+
+
+def test_what_a_node_did_before_it_moved_counts_at_the_stage_that_it_held(node: Path) -> None:
+    """For 100 s the first node is the only one of stage 0. Then it moves to stage 1, and the second takes its place."""
+
+    def life(stage: int, *, since: float, spread: float, grad_norm: float) -> list[bytes]:
+        did = {"state": "training", "stage": stage, "tokens": 2_000, "grad_norm": grad_norm, "step": 10}
+        first = [line("start", 0.0, stage=stage), line("state", since, state="training")]
+        lines = [*first, line("replica_std", 90.0, step=9, value=spread), line("progress", 100.0, **did)]
+        lines += [line("state", 100.0, state="syncing"), line("stage", 100.0, stage=1 - stage)]
+        lines += [line("state", 100.0, state="training")]
+        again = {**did, "stage": 1 - stage, "tokens": 4_000, "grad_norm": 2 * grad_norm, "step": 20}
+        return [*lines, line("progress", 200.0, **again), line("end", 200.0)]
+
+    (node / "swarm.json").touch()
+    lives = {"a": life(0, since=0, spread=0.5, grad_norm=1), "b": life(1, since=50, spread=0.25, grad_norm=3)}
+    for name, lines in lives.items():
+        (node / name).mkdir()
+        (node / name / NAME).write_bytes(b"".join(lines))
+    run = read_run([node])
+    assert (run.tokens, run.tokens_per_s) == (4_000, 20.0)
+    assert {row for row in cells(render(run)) if row[1] in ("0.5", "0.25")} == set(), "both have left that stage"
+    curves = {
+        node.name: [node.curves[curve, stage] for curve in ("spread", "grad_norm") for stage in (0, 1)]
+        for node in run.nodes
+    }
+    assert curves == {
+        "a": [[[(9.0, 0.5)]], [[]], [[(10.0, 1.0)]], [[(20.0, 2.0)]]],
+        "b": [[[]], [[(9.0, 0.25)]], [[(20.0, 6.0)]], [[(10.0, 3.0)]]],
+    }
+    (svg,) = [one for one in parsed(render(run)).findall(".//svg") if one.get("aria-label") == "Spread of the replicas"]
+    drawn = {one.findtext("title"): one.get("class") for one in svg.findall(".//*[@data-v]")}
+    assert drawn == {"a": f"f{SERIES_COLOURS[0]}", "b": f"f{SERIES_COLOURS[1]}"}
+
+
+def test_a_node_that_was_down_saw_no_swarm_meanwhile(node: Path) -> None:
+    saw = [line("start", 0.0, stage=0), line("membership", 0.0, counts={"0 training": 3}), line("end", 100.0)]
+    later = [
+        json.dumps({**json.loads(each), "time": BEGAN_AT + at}).encode() + b"\n"
+        for each, at in zip(saw, (900.0, 900.0, 1000.0), strict=True)
+    ]
+    (node / NAME).write_bytes(b"".join([*saw, *later]))
+    (history,) = read_run([node]).nodes
+    assert [(since - BEGAN_AT, until - BEGAN_AT) for since, until, _ in history.membership] == [(0, 100), (900, 1000)]
 
 
 def test_the_series_have_the_stage_and_the_mean_rate(eventful: RecordedRun, node: Path) -> None:

@@ -106,8 +106,7 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
         return
     reached = min(1.0, in_use / now.in_use)
     options = [option for option in _options(size) if not any(_short_of_places(swarm, option, stages))]
-    estimates = [(estimated_step(stages, option).in_use * reached, option) for option in options]
-    found = [(use, option) for use, option in estimates if use > 0]
+    found = [(use, option) for option in options if (use := estimated_step(stages, option).in_use * reached) > 0]
     best = max(use for use, _ in found)
     use, option = next((use, option) for use, option in found if use >= NEARLY * best)
     if use >= WORTH * in_use:

@@ -82,7 +82,7 @@ class RunCharts:
         lines = [
             ChartLine(node.name, colour, piece, node.name if few else f"{len(nodes)} replicas")
             for node, colour in zip(nodes, itertools.cycle(SERIES_COLOURS if few else [Colour.BLUE]), strict=False)
-            for piece in node.curves["loss"]
+            for piece in node.curves["loss", 0]
         ]
         if validation := self.mean("validation"):
             lines.append(ChartLine("validation", Colour.INK, validation, "validation"))
@@ -90,7 +90,7 @@ class RunCharts:
 
     def mean(self, curve: str) -> Points:
         """A curve by step: the mean over the replicas of stage 0, at no more than BINS points."""
-        points = [point for node in self._run.of_stage(0) for piece in node.curves[curve] for point in piece]
+        points = [point for node in self._run.of_stage(0) for piece in node.curves[curve, 0] for point in piece]
         steps = sorted({step for step, _ in points})
         if len(steps) > BINS:
             return TimeBins(0.0, steps[-1], BINS).mean_and_largest(points)[0]
@@ -144,19 +144,20 @@ class RunCharts:
         return panel(over_time("Seconds per outer round", lines, self._span_s), {}, "")
 
     def by_stage(self, title: str, curve: str, note: str) -> Panel:
-        """A curve of every node by step, in the colour of its stage."""
+        """A curve of every node by step, in the colour of the stage that it held."""
         lines = [
             ChartLine(node.name, SERIES_COLOURS[stage % len(SERIES_COLOURS)], piece, f"stage {stage}")
-            for stage in self._run.stages
-            for node in self._run.of_stage(stage)
-            for piece in node.curves[curve]
+            for node in self._run.nodes
+            for (name, stage), pieces in node.curves.items()
+            if name == curve and stage is not None
+            for piece in pieces
         ]
         return panel(by_step(title, lines), {}, note)
 
     def learning_rate(self) -> Panel:
         """The learning rate by step, of the node that recorded it most often."""
-        longest = max(self._run.nodes, key=lambda node: sum(map(len, node.curves["learning_rate"])))
-        rates = [ChartLine("learning rate", Colour.BLUE, piece) for piece in longest.curves["learning_rate"]]
+        longest = max(self._run.nodes, key=lambda node: sum(map(len, node.curves["learning_rate", None])))
+        rates = [ChartLine("learning rate", Colour.BLUE, piece) for piece in longest.curves["learning_rate", None]]
         return panel(by_step("Learning rate", rates), {}, "By step.")
 
     def membership(self) -> Panel:
@@ -167,9 +168,7 @@ class RunCharts:
             there = [(span.began_at, span.ended_at, Counter([span.state])) for span in spans if span.state != "left"]
             note = "Nodes whose journals were read."
         else:
-            lines = nodes[0].membership
-            ends = [*(at for at, _ in lines[1:]), self._run.ended_at]
-            there = [(at, until, counts) for (at, counts), until in zip(lines, ends, strict=False)]
+            there = nodes[0].membership
             note = "As this node saw the swarm."
         found = self._bins.present(there)
         axes = self._stack("Nodes by state", found)

@@ -91,6 +91,16 @@ def _by_one_clock(lines: list[tuple[float, float, str, dict[str, Any]]]) -> list
     return events if events[0].kind == "start" else [lost, *events]
 
 
+def staged(events: Sequence[JournalEvent], stage: int | None) -> Iterator[tuple[JournalEvent, int | None]]:
+    """The events of a process, each with the stage that the node held: at first that of the first event that says it,
+    or if none does, `stage`."""
+    places = [event.number("stage") if event.kind in ("start", "stage", "progress") else None for event in events]
+    held = next((place for place in places if place is not None), stage)
+    for event, place in zip(events, places, strict=True):
+        held = held if place is None else place
+        yield event, None if held is None else int(held)
+
+
 def _objects(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for path in paths:
         try:

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.observe.plotting.time_bins import Increment
-from noloco_p2p.observe.report.journals import MAX_CHARACTERS, JournalEvent, clean
+from noloco_p2p.observe.report.journals import MAX_CHARACTERS, JournalEvent, clean, staged
 
 TALLIES = ("microbatches", "dropped", "rerouted", "distrusted", "rounds", "idle_s", "bytes", "phase_s")
 INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moved"}
 """Events that appear in the list of what went wrong, and what they are called there."""
+CURVES = {name: ("progress", name) for name in ("loss", "final_loss", "grad_norm")}
+CURVES |= {"validation": ("evaluation", "loss"), "spread": ("replica_std", "value")}
+"""Curve → kind and field of the events that give its points."""
 UNKNOWN = "unknown"
 
 Piece = list[tuple[float, float]]
@@ -25,6 +28,8 @@ class StateSpan(NamedTuple):
     began_at: float
     ended_at: float
     state: str
+    stage: int | None
+    """The stage that it held at the end."""
 
 
 class Incident(NamedTuple):
@@ -69,60 +74,58 @@ class NodeHistory:
     trained_s: float = 0.0
     """Seconds in state `training`."""
     tallies: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in TALLIES})
-    curves: defaultdict[str, list[Piece]] = field(default_factory=lambda: defaultdict(list))
-    """`loss` (mean since the previous `progress` event) and `final_loss` while at stage 0, and `validation`, all in
-    nats per token; `spread`, the standard deviation between replicas; `learning_rate`; `grad_norm`."""
+    curves: defaultdict[tuple[str, int | None], list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    """Curves by name (CURVES) and the stage that the node held; `learning_rate` has None for all stages. `loss` (mean
+    since the previous `progress` event), `final_loss` and `validation` are in nats per token; `spread` is the standard
+    deviation between replicas."""
     increments: defaultdict[str, list[Increment]] = field(default_factory=lambda: defaultdict(list))
     """Growth of `tokens` (while at stage 0), bytes `in` and `out`, and `rounds RESULT` between `progress` events."""
     round_seconds: list[tuple[float, float]] = field(default_factory=list)
     """(when, seconds) of the outer rounds in the journal."""
-    membership: list[tuple[float, Counter[str]]] = field(default_factory=list)
-    """(when, nodes by state), as this node saw the swarm."""
+    membership: list[tuple[float, float, Counter[str]]] = field(default_factory=list)
+    """(from, to, nodes by state), as this node saw the swarm."""
     incidents: list[Incident] = field(default_factory=list)
 
     def total(self, name: str) -> int:
         """The sum of the increments with this name."""
         return sum(int(each.amount) for each in self.increments[name])
 
-    def last(self, curve: str) -> float | None:
-        """The newest value of a curve; None if it has none."""
-        return next((piece[-1][1] for piece in reversed(self.curves[curve]) if piece), None)
+    def last(self, curve: str, stage: int = 0) -> float | None:
+        """The newest value of a curve while at a stage; None if it has none."""
+        return next((piece[-1][1] for piece in reversed(self.curves[curve, stage]) if piece), None)
 
 
 def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
     """Add what one process wrote to the history of its node."""
     by_kind: defaultdict[str, list[JournalEvent]] = defaultdict(list)
-    progress: list[tuple[JournalEvent, int | None]] = []
+    held = [*staged(events, node.stage)]
+    node.stage = held[-1][1]
     for event in events:
         by_kind[event.kind].append(event)
-        stage = event.number("stage") if event.kind in ("start", "stage", "progress") else None
-        node.stage = node.stage if stage is None else int(stage)
-        if event.kind == "progress":
-            progress.append((event, node.stage))
         if event.kind in INCIDENTS:
             kind = "recovered" if event.fields.get("well") is True else INCIDENTS[event.kind]
             node.incidents.append(Incident(event.at, node.name, kind, _sentence(event)))
     for event in by_kind["start"]:
         node.peer_id, node.run_id, node.run_name = map(event.text, ("peer_id", "run_id", "name"))
         node.version, node.machine, node.command = map(event.text, ("version", "machine", "command"))
-    spans = tuple(_spans(events))
+    spans = tuple(_spans(held))
     node.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
     node.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")
     node.checkpoints += len(by_kind["checkpoint"])
-    node.curves["spread"].append(_curve(by_kind["replica_std"], "value"))
-    node.curves["validation"].append(_curve(by_kind["evaluation"], "loss"))
+    for stage, stay in itertools.groupby(held, lambda each: each[1]):
+        mine = [event for event, _ in stay]
+        for name, (kind, value) in CURVES.items():
+            node.curves[name, stage].append(_curve([event for event in mine if event.kind == kind], value))
     node.round_seconds += [(event.at, event.number("seconds") or 0.0) for event in by_kind["outer_round"]]
-    node.membership += [(event.at, _states(event)) for event in by_kind["membership"]]
-    _add_progress(node, progress, events[0].at)
+    views = itertools.pairwise([*by_kind["membership"], events[-1]])
+    node.membership += [(view.at, after.at, _states(view)) for view, after in views]
+    _add_progress(node, [each for each in held if each[0].kind == "progress"], events[0].at)
 
 
 def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int | None]], began_at: float) -> None:
     """Add the `progress` events of a process, each with the stage that the node held."""
     node.step = max([node.step, *(event.number("step") or 0.0 for event, _ in progress)])
-    for name in ("learning_rate", "grad_norm"):
-        node.curves[name].append(_curve([event for event, _ in progress], name))
-    for name in ("loss", "final_loss"):
-        node.curves[name].append(_curve([event for event, stage in progress if stage == 0], name))
+    node.curves["learning_rate", None].append(_curve([event for event, _ in progress], "learning_rate"))
     totals = [_totals(event) for event, _ in progress]
     times = [began_at, *(event.at for event, _ in progress)]
     for name in {name: None for each in totals for name in each}:
@@ -153,26 +156,25 @@ def _curve(events: Sequence[JournalEvent], name: str) -> Piece:
 
 def _states(event: JournalEvent) -> Counter[str]:
     """The number of nodes in each state, over all stages."""
-    counts: Counter[str] = Counter()
-    for place, count in event.tally("counts").items():
-        counts[_known(place.rpartition(" ")[2])] += int(count)
-    return counts
+    places = event.tally("counts").items()
+    return sum((Counter({_known(place.rpartition(" ")[2]): int(count)}) for place, count in places), Counter[str]())
 
 
 def _known(state: str) -> str:
     return state if state in STATES else UNKNOWN
 
 
-def _spans(events: Sequence[JournalEvent]) -> Iterator[StateSpan]:
+def _spans(held: Sequence[tuple[JournalEvent, int | None]]) -> Iterator[StateSpan]:
     """The states of a process in sequence, from the events that say it; `starting` until the first of them."""
-    state, since = "starting", events[0].at
-    for event in events:
+    state, since, place = "starting", held[0][0].at, held[0][1]
+    for event, stage in held:
         found = _known(event.text("state")) if "state" in event.fields else state
         if found != state:
             if event.at > since:
-                yield StateSpan(since, event.at, state)
+                yield StateSpan(since, event.at, state, place)
             state, since = found, event.at
-    yield StateSpan(since, events[-1].at, state)
+        place = stage
+    yield StateSpan(since, held[-1][0].at, state, place)
 
 
 def _sentence(event: JournalEvent) -> str:

@@ -74,14 +74,14 @@ class RecordedRun:
         measured = number(self.summary.get("tokens_per_s"))
         if measured is not None:
             return measured
-        end = max((each.ended_at for node in self.of_stage(0) for each in node.increments["tokens"]), default=0.0)
-        lives = [span for node in self.of_stage(0) for process in node.processes for span in process.spans]
+        end = max((each.ended_at for node in self.nodes for each in node.increments["tokens"]), default=0.0)
+        lives = [span for node in self.nodes for process in node.processes for span in process.spans if span.stage == 0]
         seconds = covered_s([(span.began_at, span.ended_at) for span in lives if span.state == "training"], end)
         return self.tokens / seconds if seconds else None
 
     def last(self, curve: str, stage: int = 0) -> float | None:
         """The newest value of a curve, as the mean over the replicas of a stage that have one."""
-        known = [value for node in self.of_stage(stage) if (value := node.last(curve)) is not None]
+        known = [value for node in self.of_stage(stage) if (value := node.last(curve, stage)) is not None]
         return fmean(known) if known else None
 
     def total(self, tally: str, stage: int | None = None) -> Counter[str]:

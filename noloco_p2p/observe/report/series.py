@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
-from noloco_p2p.observe.report.journals import JournalEvent, node_dirs, read_processes
+from noloco_p2p.observe.report.journals import JournalEvent, node_dirs, read_processes, staged
 
 
 class Row(NamedTuple):
@@ -46,10 +46,9 @@ def write(directories: Sequence[Path], out: Path) -> int:
 
 def _rows(node: str, events: Sequence[JournalEvent]) -> Iterator[Row]:
     """The rows of one process of a node."""
-    at, tokens, stage = events[0].at, 0.0, None
-    for event in events:
-        place, step = event.number("stage"), event.number("step")
-        stage = int(place) if place is not None and event.kind in ("start", "stage", "progress") else stage
+    at, tokens = events[0].at, 0.0
+    for event, stage in staged(events, None):
+        step = event.number("step")
         row = Row(round(event.at, 3), node, stage, step)
         if event.kind == "progress":
             now = max(tokens, event.number("tokens") or 0.0)
