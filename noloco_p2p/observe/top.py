@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from itertools import compress
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +25,7 @@ from noloco_p2p.observe.overview import ROUNDS, Overview, Row, overview
 FINDINGS_SHOWN = 3
 STAGES_SHOWN = 12
 NODES_SHOWN = 200
-"""Rows if the height is unknown; a terminal shows as many as fit."""
+"""Rows if the height is unknown, and some more if there are few stages; a terminal shows as many as fit."""
 COLUMNS = (
     *("node", "host", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for"),
 )
@@ -143,24 +143,28 @@ def render(found: Overview, height: int | None, note: str = "", width: int = ter
     if len(others) > FINDINGS_SHOWN:
         left = Counter(f.severity for f in others[FINDINGS_SHOWN:])
         head.append(Text(f"and {', '.join(plural(left[s], s) for s in reversed(SEVERITIES) if left[s])} more"))
-    stages = _stages_table(found.stages, width)
-    # Each sentence may take two lines, each table has a header line, and three more lines are between and below them.
-    taken = 2 * len(head) + min(len(found.stages), STAGES_SHOWN) + 7
-    rows = NODES_SHOWN if height is None else max(1, height - taken)
-    parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows], width)]
+    # Each table has a header line, at least one row, and perhaps a line that counts the others; three more lines are
+    # between and below them.
+    room, measure = STAGES_SHOWN + NODES_SHOWN, Console(width=width)
+    while height is not None and (room := height - 7 - len(measure.render_lines(Group(*head)))) < 2 and len(head) > 1:
+        head.pop()
+    most = max(1, min(STAGES_SHOWN, room - 1))
+    rows = max(1, room - min(len(found.stages), most))
+    stages, nodes = _stages_table(found.stages, most, width), _nodes_table(found.nodes[:rows], width)
+    parts: list[RenderableType] = [*head, Text(), stages, Text(), nodes]
     if len(found.nodes) > rows:
         parts.append(Text(f"and {plural(len(found.nodes) - rows, 'node')} more"))
     legend = "; ".join(f"{column}: {text}" for column, text in LEGEND.items() if FROM_WIDTH[column] <= width)
     return Group(*parts, Text(legend, style="dim"))
 
 
-def _stages_table(stages: Sequence[Row], width: int) -> Table:
+def _stages_table(stages: Sequence[Row], most: int, width: int) -> Table:
     rows = []
-    for stage in stages[:STAGES_SHOWN]:
+    for stage in stages[:most]:
         states = ", ".join(f"{count} {state}" for state, count in stage["states"].items()) or "none"
         rows.append((str(stage["stage"]), str(stage["replicas"]), compact(stage["tokens_per_s"]), states))
-    if len(stages) > STAGES_SHOWN:
-        rows.append(("…", "", "", f"and {plural(len(stages) - STAGES_SHOWN, 'stage')} more"))
+    if len(stages) > most:
+        rows.append(("…", "", "", f"and {plural(len(stages) - most, 'stage')} more"))
     return _table(("stage", "replicas", "tokens/s", "states"), rows, width)
 
 

@@ -239,6 +239,21 @@ def test_rows_are_bounded_by_the_height_and_the_others_counted() -> None:
     assert "and 28 stages more" in "\n".join(many)
 
 
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("height", [20, 24])
+def test_the_screen_fits_a_small_terminal_however_much_there_is_to_say(height: int, width: int) -> None:
+    """A hundred nodes of ten stages, eight of them silent: the sentences about these take three lines each."""
+    nodes = swarm(stages=10, replicas=10)
+    for name in [*nodes][:8]:
+        nodes[name] = silent(nodes[name], "no answer from http://192.0.2.1:9100 within 2 s")
+    drawn = _drawn(_overview(nodes), height, note="last update 3 s ago: no node answers", width=width)
+    assert len(drawn) <= height
+    shown = sum(row.startswith("12D3…") for row in drawn)
+    assert shown
+    assert f"and {100 - shown} nodes more" in drawn
+    assert drawn[-1].startswith("rate: ")
+
+
 def test_json_output_is_complete() -> None:
     nodes = swarm(2, 2)
     nodes["S0R0"] = with_figures(nodes["S0R0"], loss=None)

@@ -134,8 +134,7 @@ def _medians(swarm: SwarmView) -> list[StageMedian]:
     found = []
     for index in range(swarm.stages):
         at_work = [s for s in swarm.statuses.values() if s.advert.stage == index and s.advert.state == "training"]
-        medians = [_known([figure(status) for status in at_work]) for figure in _FIGURES]
-        device_s, up, down, in_use = medians
+        device_s, up, down, in_use = (_known([figure(status) for status in at_work]) for figure in _FIGURES)
         if device_s is None or up is None or down is None or in_use is None:
             return []
         trips = _known([status.figures.round_trip_s for status in at_work])

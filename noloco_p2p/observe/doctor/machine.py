@@ -180,19 +180,18 @@ async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEnd
 
     Healthy nodes come first, because a node that hangs cannot say anything about its swarm.
     """
-    healthy: list[NodeEndpoints] = []
-    unhealthy: list[NodeEndpoints] = []
+    found: list[tuple[bool, NodeEndpoints]] = []
     node_dirs = list(node_probe.node_dirs(directory))
     for node_dir in node_dirs:
         if (running := node_probe.running(node_dir)) is not None:
-            (healthy if await _check_health(report, node_dir, running) else unhealthy).append(running)
+            found.append((await _check_health(report, node_dir, running), running))
         elif node_probe.in_use(node_dir):
             report.ok("node", f"{node_dir}: its process has started, but cannot be reached yet")
         else:
             _report_end(report, node_dir)
     if not node_dirs:
         report.ok("node", f"no node has run in {directory} yet")
-    return healthy + unhealthy
+    return [running for _, running in sorted(found, key=lambda each: not each[0])]
 
 
 def _report_end(report: DoctorReport, node_dir: Path) -> None:

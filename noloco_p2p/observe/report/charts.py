@@ -191,8 +191,7 @@ class RunCharts:
         for n, node in enumerate(nodes):
             middle = len(nodes) - n - 0.5
             row = middle - ROW_SHARE / 2, middle + ROW_SHARE / 2
-            spans = [span for process in node.processes for span in process.spans]
-            shown = [span for span in spans if span.ended_at > self._began_at]
+            shown = [span for one in node.processes for span in one.spans if span.ended_at > self._began_at]
             for span in _apart(shown, lambda span: span.began_at, apart_s):
                 since_s, until_s = max(span.began_at - self._began_at, 0.0), span.ended_at - self._began_at
                 name = f"{node.name}: {span.state}, {since_s:.0f} to {until_s:.0f} s"
