@@ -255,6 +255,7 @@ class RunCounters:
                         del self.training_turns[1:3]
             case "stage":
                 self.stage = fields["stage"]
+                self.latest.pop("replica_std", None)  # that of the stage held before
             case "inner_step":
                 self.last_step_at = self.wall_time()
                 if "loss" in fields:

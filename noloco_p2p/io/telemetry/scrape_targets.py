@@ -21,8 +21,7 @@ def targets(status: Status) -> list[dict[str, object]]:
 
 def _targets(advert: Advert) -> Iterator[dict[str, object]]:
     for kind, url in (("node", advert.metrics), ("libp2p", advert.libp2p_metrics)):
-        at = endpoint(url)
-        if at is None:
+        if (at := endpoint(url)) is None:
             continue
         labels = {
             "__meta_noloco_peer_id": advert.peer_id,

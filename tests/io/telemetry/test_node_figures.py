@@ -120,3 +120,13 @@ def test_memory_and_disk_of_the_machine_are_measured(tmp_path: Path, monkeypatch
     limit.write_text("1000000\n")
     assert node_figures.memory_bytes() == 1_000_000
     assert node_figures.disk_free_bytes(tmp_path / "nowhere") is None
+
+
+def test_the_spread_of_the_stage_that_a_node_has_left_is_not_that_of_its_new_stage() -> None:
+    counters = RunCounters(2)
+    counters.count("stage", {"stage": 0})
+    counters.count("replica_std", {"value": 0.5})
+    assert node_figures.status_figures(counters, None).replica_std == 0.5
+    counters.count("stage", {"stage": 1})
+    assert node_figures.status_figures(counters, None).replica_std is None
+    assert node_figures.run_totals(counters)["replica_std"] is None
