@@ -48,8 +48,7 @@ async def ask(base: str) -> Report:
     body = await _get_status(base)
     middle = (before + time.time()) / 2
     status = decode(body)
-    unix_time_s = status.figures.unix_time_s
-    ahead_s = unix_time_s - middle if unix_time_s else None
+    ahead_s = status.figures.unix_time_s - middle if status.figures.unix_time_s else None
     return Report(status.advert.peer_id, status.advert, status, "", ahead_s)
 
 

@@ -165,6 +165,16 @@ def test_for_long_round_trips_more_microbatches_and_no_codec_are_advised() -> No
     )
 
 
+def test_for_steps_that_end_before_the_pipeline_is_full_neither_the_line_nor_round_trips_are_blamed() -> None:
+    """Eight stages on a LAN: four microbatches take 11 device times, of which each device works for 4."""
+    size = MicrobatchSize(4, 1_000_000, 1_000_000, "int8", "int8")
+    nodes = measured(swarm(8, 1), size, device_s=0.3, mbit_per_s=10_000.0, in_use=0.36, round_trip_s=0.0002)
+    [found] = advice(nodes)
+    assert found.sentence == (
+        "steps are short: devices are busy 36 % of the time; 32 microbatches per step would raise that to about 81 %"
+    )
+
+
 NO_ADVICE: dict[str, Callable[[Nodes], Nodes]] = {
     "devices at work": lambda nodes: homes(in_use=0.7),
     "devices at work for half of the time": lambda nodes: homes(in_use=0.55),

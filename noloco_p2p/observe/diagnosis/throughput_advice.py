@@ -110,7 +110,10 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
     best = max(use for use, _ in found)
     use, option = next((use, option) for use, option in found if use >= NEARLY * best)
     if use >= WORTH * in_use:
-        why = "the line is full" if now.line_in_use >= FULL else "round trips are long"
+        # Until a step's first microbatch is there, and after its last one, the busiest device waits for the others.
+        filling_s = sum(stage.device_s for stage in stages) - max(stage.device_s for stage in stages)
+        few = 2 * filling_s > now.seconds * (1 - now.in_use)
+        why = "the line is full" if now.line_in_use >= FULL else "steps are short" if few else "round trips are long"
         changes, settings = _changes(size, option)
         busy = f"devices are busy {100 * in_use:.0f} % of the time"
         sentence = f"{why}: {busy}; {changes} would raise that to about {100 * use:.0f} %"
@@ -119,10 +122,9 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
 
 def _short_of_places(swarm: SwarmView, size: MicrobatchSize, stages: Sequence[StageMedian]) -> Iterator[Cause]:
     """The nodes, not of the last stage, that lack places for a step's microbatches: more per step would not help."""
-    per_step = size.per_step * stages[0].replicas
     for peer, status in swarm.statuses.items():
         if status.places is not None and status.advert.stage in range(len(stages) - 1):
-            each = -(-per_step // stages[status.advert.stage].replicas)
+            each = -(-size.per_step * stages[0].replicas // stages[status.advert.stage].replicas)
             if status.places < each:
                 sentence = f"{swarm.name(peer)} has room for {status.places} of the {each} microbatches of a step"
                 advice = "set compute.recompute there, or raise limits.max_in_flight if that is set"
