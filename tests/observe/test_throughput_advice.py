@@ -25,6 +25,8 @@ SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 ALIKE = ("network.access.spread=0", "compute.node_spread=0", "network.loss=0", "network.spread=0")
 SHARED = ("network.link.mbit_per_s=null", "network.access.up_mbit_per_s=200", "network.access.down_mbit_per_s=200")
 
+SLOW_UP = ("network.access.up_mbit_per_s=20", "replicas=[4,4,4]")
+
 
 def medians_of(scenario: Scenario) -> list[StageMedian]:
     """The medians that identical nodes would measure."""
@@ -42,7 +44,8 @@ def medians_of(scenario: Scenario) -> list[StageMedian]:
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 @pytest.mark.parametrize("per_step", [2, 16, *soak([4, 64])])
 @pytest.mark.parametrize(
-    ("name", "changes"), [("protocol-nanogpt", SHARED), ("home-200", ()), ("lan", ()), ("consumer", ())]
+    ("name", "changes"),
+    [("protocol-nanogpt", SHARED), ("home-200", ()), ("home-200", SLOW_UP), ("lan", ()), ("consumer", ())],
 )
 def test_the_estimate_is_near_the_simulators_bound(
     name: str, changes: tuple[str, ...], per_step: int, codec: str
@@ -116,6 +119,12 @@ def test_each_direction_gets_the_next_smaller_codec() -> None:
     [found] = advice(measured(swarm(2, 4), size, device_s=0.3, mbit_per_s=200.0, in_use=0.15, round_trip_s=0.05))
     assert "; int4 forward, int8 backward would raise that to about 52 %" in found.sentence
     assert found.advice == "in the configuration of the next run: wire.forward: int4, wire.backward: int8"
+
+
+def test_a_direction_that_has_the_smallest_codec_keeps_it() -> None:
+    size = MicrobatchSize(32, 9_000_000, 36_000_000, "int4", "float32")
+    [found] = advice(measured(swarm(2, 4), size, device_s=0.3, mbit_per_s=200.0, in_use=0.15, round_trip_s=0.05))
+    assert found.advice.startswith("in the configuration of the next run: wire.forward: int4, wire.backward: int8")
 
 
 def test_the_promise_is_scaled_by_the_present_share_of_the_estimate() -> None:
