@@ -25,7 +25,7 @@ SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 ALIKE = ("network.access.spread=0", "compute.node_spread=0", "network.loss=0", "network.spread=0")
 SHARED = ("network.link.mbit_per_s=null", "network.access.up_mbit_per_s=200", "network.access.down_mbit_per_s=200")
 
-SLOW_UP = ("network.access.up_mbit_per_s=20", "replicas=[4,4,4]")
+SLOW_UP, SLOW_DOWN = (("replicas=[4,4,4]", f"network.access.{way}_mbit_per_s=20") for way in ("up", "down"))
 
 
 def medians_of(scenario: Scenario) -> list[StageMedian]:
@@ -45,7 +45,14 @@ def medians_of(scenario: Scenario) -> list[StageMedian]:
 @pytest.mark.parametrize("per_step", [2, 16, *soak([4, 64])])
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("protocol-nanogpt", SHARED), ("home-200", ()), ("home-200", SLOW_UP), ("lan", ()), ("consumer", ())],
+    [
+        ("protocol-nanogpt", SHARED),
+        ("home-200", ()),
+        ("home-200", SLOW_UP),
+        ("home-200", SLOW_DOWN),
+        ("lan", ()),
+        ("consumer", ()),
+    ],
 )
 def test_the_estimate_is_near_the_simulators_bound(
     name: str, changes: tuple[str, ...], per_step: int, codec: str
