@@ -195,12 +195,11 @@ class NodeState:
 
     def trouble(self, name: str, message: str | None) -> None:
         """Note that something is wrong, or (None) no longer wrong; the node continues in any case."""
-        before = self._troubles.get(name)
+        before, since = self._troubles.get(name, (None, self.now()))
         if message is None:
             self._troubles.pop(name, None)
-            return
-        self._troubles[name] = message, before[1] if before else self.now()
-        if before is None or before[0] != message:
+        elif message != before:
+            self._troubles[name] = message, since
             self.event("warning", message=message)
 
     def troubles(self, now: float) -> tuple[Trouble, ...]:

@@ -79,7 +79,7 @@ class VectorPuller:
         nothing waits for the result.
         """
         node, found, outer = self._node, None, self._node.manifest.outer
-        request, stale = SnapshotRequest(node.index, mine.round, wait_s, lattice=mine.lattice), outer.max_stale_rounds
+        request = SnapshotRequest(node.index, mine.round, wait_s, lattice=mine.lattice)
         nbytes = asked_again = 0
         while True:
             expected, limit_s = node.stage.state.answer(request.lattice), request.wait_s + outer.deadline_s
@@ -89,8 +89,10 @@ class VectorPuller:
                 raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
             if theirs.fresh_round != mine.fresh_round:
                 raise Declined(f"its weights began at round {theirs.fresh_round}, not {mine.fresh_round}")
-            if abs(theirs.round - (request.round or 0)) > stale:
-                raise Declined(f"its round {theirs.round} is too far from {request.round}")
+            if abs(theirs.round - mine.round) > outer.max_stale_rounds:
+                raise Declined(f"its round {theirs.round} is too far from {mine.round}")
+            if found is not None and (theirs.round, theirs.step) != (found.round, found.step):
+                raise Declined(f"its weights of round {found.round} have changed since its first answer")
             nbytes += theirs.nbytes + request.nbytes
             with node.waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(mine.round), idle=idle):
                 found = await node.stage.decode(mine, request, theirs, found)
@@ -100,5 +102,5 @@ class VectorPuller:
                 if found.verdict == "refused":
                     raise Violation(f"the vector of {found.peer} is too far from this replica's to be merged")
                 return Pull("", (found,), nbytes, asked_again)
-            request, stale = replace(request, round=found.round, wait_s=0.0, lattice=found.missing), 0
+            request = replace(request, round=found.round, wait_s=0.0, lattice=found.missing)
             asked_again += len(found.missing.bounds)

@@ -10,6 +10,7 @@ import pytest
 
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.agreement import GroupView
+from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import Advert, HostTensor, PeerId, TensorSpec
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
@@ -360,6 +361,31 @@ def test_a_bug_in_a_pull_ends_the_node_at_once() -> None:
         await place.border(M)
         assert place.node.error is place.answers["b"]
         place.rounds._open = None
+
+    at(scenario)
+
+
+def test_chunks_of_weights_that_replaced_the_first_ones_under_the_same_round_are_not_mixed_with_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The partner has come back from a pause, or has copied another replica, since its first answer."""
+
+    async def scenario(place: Place) -> None:
+        answers = iter([Snapshot("b", 1, M, ()), Snapshot("b", 1, M + 2, ())])
+
+        async def fetch(*_: object) -> Snapshot:
+            return next(answers)
+
+        async def decode(mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, _: object) -> PartnerVector:
+            missing = None if request.lattice else LatticeRequest(b"1")
+            return PartnerVector("b", theirs.round, theirs.step, NOTHING, NOTHING, missing=missing)
+
+        monkeypatch.setattr(place, "fetch_snapshot", fetch)
+        monkeypatch.setattr(place, "decode", decode)
+        await place.border(M)
+        await place.border(M + 1)
+        assert (place.merged, place.results) == ([(1, [])], ["alone"])
+        assert any("have changed" in str(fields.get("message")) for _, fields in place.events)
 
     at(scenario)
 
