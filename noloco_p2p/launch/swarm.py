@@ -104,10 +104,12 @@ class LocalSwarm:
             self._display.say(f"whether the last weights were saved is unknown: {error}")
         summary["completed"] = summary["completed"] and self._saved and not self._signals
         summary |= {"link": traffic, "command": run_files.command("noloco")}
-        stored = run_files.store_unless_less(self._path, summary)
-        for line in summary_lines(summary, self._path if stored else None):
+        for line in summary_lines(summary):
             self._display.say(line)
-        return self._exit_code(bool(summary["completed"]))
+        code = self._exit_code(bool(summary["completed"]))
+        stored = run_files.store_unless_less(self._path, summary)  # raises if the disk is full
+        self._display.say(f"summary: {self._path}" if stored else "keeping the earlier summary, which is more complete")
+        return code
 
     def _start(self) -> bool:
         """Start all nodes at once, and tell the others where the first one is once it can be reached.

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -71,8 +70,8 @@ def covered_s(spans: Iterable[tuple[float, float]], end: float) -> float:
     return seconds
 
 
-def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
-    """The summary for people. `path`: where it was written; None if an earlier summary was kept."""
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The summary for people."""
     loss, perplexed, rate = (summary[name] for name in ("validation_loss", "validation_perplexity", "tokens_per_s"))
     found = [
         f"{'completed' if summary['completed'] else 'not completed'} after {summary['wall_s']:.0f} s: "
@@ -81,8 +80,7 @@ def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
     if loss is not None:
         found.append(f"validation loss {loss:.4f} nats per token, perplexity {figure(perplexed, 4)}")
     speed = "" if rate is None else f", {rate:,.0f} tokens/s while training"
-    found.append(f"{summary['tokens']:,} tokens{speed}")
-    return [*found, "keeping the earlier summary, which is more complete" if path is None else f"summary: {path}"]
+    return [*found, f"{summary['tokens']:,} tokens{speed}"]
 
 
 def _mean(summaries: Iterable[Mapping[str, Any]], figure: str) -> float | None:

@@ -367,13 +367,12 @@ def test_the_summary_is_computed_from_the_nodes(tmp_path: Path, monkeypatch: pyt
     nodes.append(written(tmp_path, 0, 2, resumed={"source": "shard", "round": 1, "step": 3.5, "peer": None}))
     assert swarm_summary.summarise(nodes, manifest, 4, 30.0)["resumed_from_step"] == 3, "where a node did begin"
     assert swarm_summary.summarise(nodes, manifest, None, 30.0)["resumed_from_step"] is None, "a node was restarted"
-    lines = swarm_summary.summary_lines(summary, Path("noloco-runs/tiny-1/summary.json"))
+    lines = swarm_summary.summary_lines(summary)
     assert lines[0] == "not completed after 30 s: 10 inner steps, 3 outer rounds"
     assert max(map(len, lines)) <= 60, "the lines fit a narrow terminal"
     assert lines[1:] == [
         "validation loss 2.5000 nats per token, perplexity 12.18",
         "2,000 tokens, 200 tokens/s while training",
-        "summary: noloco-runs/tiny-1/summary.json",
     ]
 
 
@@ -429,13 +428,12 @@ def test_the_summary_of_a_run_that_has_diverged_or_not_begun_has_lines() -> None
         "tokens": 0,
         "tokens_per_s": None,
     }
-    kept = "keeping the earlier summary, which is more complete"
     begun = {"validation_loss": None, "validation_perplexity": None}
     first = "not completed after 3 s: 0 inner steps, 0 outer rounds"
-    assert swarm_summary.summary_lines(known | begun, None) == [first, "0 tokens", kept]
+    assert swarm_summary.summary_lines(known | begun) == [first, "0 tokens"]
     diverged = {"validation_loss": 1234.5, "validation_perplexity": None}
     loss = "validation loss 1234.5000 nats per token, perplexity –"
-    assert swarm_summary.summary_lines(known | diverged, None) == [first, loss, "0 tokens", kept]
+    assert swarm_summary.summary_lines(known | diverged) == [first, loss, "0 tokens"]
 
 
 def test_a_perplexity_that_overflows_is_none() -> None:

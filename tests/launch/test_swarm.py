@@ -19,7 +19,7 @@ from tracked import read_back
 
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.io.storage import checkpoint_format
-from noloco_p2p.launch import node_probe, node_process
+from noloco_p2p.launch import node_probe, node_process, run_files
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.stop_signals import stop_signals
 from noloco_p2p.launch.swarm import LocalSwarm
@@ -424,6 +424,25 @@ def test_a_folder_of_another_user_below_the_run_does_not_lose_its_summary(
     assert swarm.run() == 1
     assert json.loads((tmp_path / "summary.json").read_text())["completed"] is False
     assert f"checkpoints below {tmp_path}: Permission denied" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_at_the_end_hides_neither_the_figures_nor_the_node_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> bool:
+        raise LocalError("summary.json cannot be written: No space left on device")
+
+    for name in ("_start", "_leave"):
+        monkeypatch.setattr(LocalSwarm, name, lambda swarm: None)
+    monkeypatch.setattr(run_files, "store_unless_less", full)
+    plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
+    swarm = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], None)
+    swarm._failed = cast(Any, SimpleNamespace(name="0-0", exit_code=1, log="0-0.log", last_lines=lambda count: []))
+    with pytest.raises(LocalError, match="No space left"):
+        swarm.run()
+    said = capsys.readouterr()
+    assert "not completed after 0 s: 0 inner steps, 0 outer rounds" in said.out
+    assert "error: node 0-0 ended with exit code 1" in said.err
 
 
 def test_a_malformed_link_is_refused_before_anything_is_created(tmp_path: Path) -> None:
