@@ -149,10 +149,8 @@ def in_use(node_dir: Path) -> bool:
     try:
         with (node_dir / KEY_LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -82,7 +82,6 @@ class LocalSwarm:
     def run(self) -> int:
         """Start, watch, end, write the summary. Returns the exit code."""
         began = time.monotonic()
-        traffic = None
         try:
             if self._start():
                 self._watch()
@@ -95,9 +94,8 @@ class LocalSwarm:
             if self._relay is not None:
                 self._relay.close()
             self._display.close()
-        wall_s = time.monotonic() - began
         step = None if self._resumed is None else self._resumed.step
-        summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
+        summary = summarise(self._nodes, self._plan.manifest, step, time.monotonic() - began)
         try:
             self._saved = not summary["completed"] or planning.is_saved(self._plan, self._path.parent)
         except LocalError as error:

@@ -188,22 +188,23 @@ class KnownPeers:
         for entry in entries if isinstance(entries, list) else []:
             with contextlib.suppress(ConfigError):
                 self._put(JoinAddress.parse(str(entry)))
+        self._stored = set(self._addresses.values())
 
     def remember(self, addresses: Iterable[JoinAddress]) -> None:
-        """Remember peers that answer now, and write the file if a peer or an address is new. May run in any thread,
+        """Remember peers that answer now, and write the file if it lacks a peer or an address. May run in any thread,
         because a disk may take seconds.
 
         Raises LocalError if the file cannot be written.
         """
         with self._remembering, writing(self._path):
-            before = set(self._addresses.values())
             answering = {address.peer_id: address for address in addresses}
             for address in answering.values():
                 self._put(address, answering)
-            if set(self._addresses.values()) != before:
+            if (known := set(self._addresses.values())) != self._stored:
                 make_folders(self._path.parent)
                 text = json.dumps([str(address) for address in self._addresses.values()], indent=1)
                 write_whole(self._path, text.encode())
+                self._stored = known
 
     def unlinked(self, linked: set[PeerId], limit: int) -> list[JoinAddress]:
         """Addresses to be dialled: up to `limit` known peers without a link, different ones at each call, and all

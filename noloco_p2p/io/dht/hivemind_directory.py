@@ -278,12 +278,16 @@ class HivemindDirectory:
                 await self._libp2p.guard(finding, BOOTSTRAP_TIMEOUT_S, "the neighbours")
 
     async def _rejoin_forever(self) -> None:
+        said = ""
         while not self._libp2p.failed.done():
             await asyncio.sleep(REJOIN_PERIOD_S)
             try:
                 await self.rejoin()
+                said = ""
             except (LocalError, PeerError) as error:
-                log.warning("rejoining: %s", error)
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("rejoining: %s", said)
 
     async def _dht_node(self) -> Any:
         """hivemind's DHTNode on the daemon."""

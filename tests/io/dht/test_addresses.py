@@ -1,11 +1,13 @@
 """Join addresses, announced hosts, known peers, clocks and dial limits: the parts that need no network."""
 
+import errno
 import socket
 from pathlib import Path
 
 import pytest
 
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.dht import addresses
 from noloco_p2p.io.dht.addresses import (
     PEERS_LIMIT,
     JoinAddress,
@@ -99,6 +101,23 @@ def test_known_peers_that_answer_are_not_pushed_out_by_new_ones(tmp_path: Path) 
     known.remember([*(address(number) for number in range(1000, 1100)), *answering])
     kept = {one.port - 1 for one in known.unlinked(set(), 1000)}
     assert kept == {*range(2, PEERS_LIMIT), 1000, 1001}
+
+
+def test_known_peers_that_were_met_while_the_disk_was_full_are_stored_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "known_peers.json"
+    known = KnownPeers(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(addresses, "write_whole", full)
+        for _ in range(2):
+            with pytest.raises(LocalError, match="No space left"):
+                known.remember([address(1)])
+    known.remember([])
+    assert KnownPeers(path).unlinked(set(), 8) == [address(1)]
 
 
 def test_known_peers_take_turns(tmp_path: Path) -> None:

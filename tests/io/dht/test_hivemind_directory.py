@@ -9,6 +9,7 @@ import time
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,6 +22,7 @@ from noloco_p2p.io.dht import addresses
 from noloco_p2p.io.dht.adverts import AdvertRecord, decode, encode, packed_bytes, stage_key
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.sim import virtual_time
 
 
 def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> None:
@@ -352,6 +354,30 @@ def test_an_isolated_node_finds_its_swarm_again(tmp_path: Path, monkeypatch: pyt
                     await until(seen, 20.0)
 
     run(scenario)
+
+
+def test_while_the_disk_is_full_the_log_says_once_that_known_peers_cannot_be_stored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes = iter(["full", "full", "", "full", "other"])
+
+    async def rejoin(_: HivemindDirectory) -> None:
+        outcome = next(outcomes)
+        if outcome == "other":
+            libp2p.failed.set_result(None)
+        if outcome:
+            raise LocalError(outcome)
+
+    async def scenario() -> None:
+        libp2p.failed = asyncio.Future()
+        await HivemindDirectory(cast(Any, libp2p), RUN, 1, cast(Any, None), None)._rejoin_forever()
+
+    libp2p = SimpleNamespace()
+    monkeypatch.setattr(HivemindDirectory, "rejoin", rejoin)
+    virtual_time.run(scenario(), limit_s=1_000)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rejoining: {why}" for why in ("full", "full", "other")
+    ]
 
 
 def test_the_loop_does_not_wait_for_the_disk_when_known_peers_are_written(
