@@ -4,6 +4,7 @@ A node makes the same checks, with the same functions. torch is only imported if
 right.
 """
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,8 +34,9 @@ UNCHECKED = "auto", "cpu"
 def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Callable[[str], None]) -> None:
     """Check all that a swarm on this machine needs: data, tokenizer, device, model, memory, disk.
 
-    `say` announces what takes a while. Raises ConfigError, LocalError.
+    `say` announces what takes a while. Raises ConfigError, LocalError, FileNotFoundError (no temporary directory).
     """
+    tempfile.gettempdir()  # what nodes import needs one
     check_vocabulary(manifest, local)
     parameters = _plain_parameters(manifest)
     given = {"model_type": manifest.model.family, **manifest.model.config}

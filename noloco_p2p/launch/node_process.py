@@ -135,5 +135,4 @@ def end_all(nodes: Sequence[NodeProcess], kill_after_s: float | None = None) -> 
             time.sleep(POLL_S)
     for node in nodes:
         node.kill()
-    for node in nodes:
         node.release()

@@ -66,9 +66,8 @@ class LocalSwarm:
         self._display = display
         self._signals = signals
         self._nodes = [NodeProcess(run_dir, stage, replica) for stage, replica in plan.nodes]
-        names = [node.name for node in self._nodes]
         self._server = ForkServerProcess()
-        self._relay = None if link is None else RelayProcess(link, names, plan.manifest.seed)
+        self._relay = None if link is None else RelayProcess(link, [n.name for n in self._nodes], plan.manifest.seed)
         self._failed: NodeProcess | None = None
         self._cut_off = False
         """The relay has died, so no node can reach another."""

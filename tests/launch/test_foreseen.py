@@ -3,6 +3,7 @@
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +163,14 @@ def test_a_model_that_does_not_fit_the_stages_is_refused_without_importing_torch
     with pytest.raises(ConfigError, match=r"stages is 9, but|which needs one stage, not 9"):
         foreseen.check_swarm(manifest, NodeConfig(), tmp_path, said.append)
     assert said == []
+
+
+def test_without_a_temporary_directory_no_swarm_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server of its nodes ended with a traceback."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    with pytest.raises(FileNotFoundError, match="No usable temporary directory"):
+        foreseen.check_swarm(RunManifest(), NodeConfig(), tmp_path, print)
 
 
 def test_a_swarm_that_does_not_fit_the_machine_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
