@@ -47,6 +47,11 @@ def eldest(replicas: Iterable[Advert]) -> Advert:
     return max(replicas, key=lambda a: (age(a), -a.fresh_round))
 
 
+def has_last(waiting: Advert, steps: int) -> bool:
+    """Whether a node that does not train yet lists a checkpoint of the last step."""
+    return any(held.step >= steps for held in waiting.holds)
+
+
 def run_has_begun(adverts: Iterable[Advert]) -> bool:
     """Whether any node trains or has trained, even if that was before all nodes were stopped."""
     return any(a.state in TRAINED or a.step > 0 or a.holds for a in adverts)

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -108,11 +109,9 @@ def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
 
 
 def _is_free(host: str, port: int) -> bool:
-    try:
-        with reserve_port(host, port):
-            return True
-    except LocalError:
-        return False
+    with suppress(LocalError), reserve_port(host, port):
+        return True
+    return False
 
 
 def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: str, how_to_join: str) -> None:

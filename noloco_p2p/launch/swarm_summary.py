@@ -97,5 +97,4 @@ def _training_s(first: Sequence[Mapping[str, Any]]) -> float:
 
 def _of_node(node: NodeProcess, found: Mapping[str, Any]) -> dict[str, Any]:
     peer_id = found.get("peer_id") or (node.endpoints.peer_id if node.endpoints is not None else None)
-    figures = {name: found.get(name) for name in COPIED}
-    return {"peer_id": peer_id, "stage": node.stage, **figures, "exit_code": node.exit_code}
+    return {"peer_id": peer_id, "stage": node.stage, **{n: found.get(n) for n in COPIED}, "exit_code": node.exit_code}

@@ -63,8 +63,7 @@ class Joining:
         """Wait until every stage has enough replicas. Then, if the run has already begun, take its weights.
 
         A run begins with `start_replicas` nodes per stage; one that has begun needs one. Returns False if the run is
-        complete: this node had done all steps before it was restarted and nobody needs it any more, or it comes to the
-        end of the run without any weights.
+        complete: this node has done all steps and nobody needs it, or it comes to the end without any weights.
         """
         node, manifest = self._node, self._node.manifest
         if node.advert.state == "syncing":  # it has moved, and may have held this stage before
@@ -92,10 +91,10 @@ class Joining:
             self._report_missing(missing)
             return False
 
-        done = any(held.step >= manifest.steps for held in self._weights.own_of_stage())
-        longest_s = 3 * node.config.directory.ttl_s if done else None
-        if not await node.waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
-            return self._complete(f"no other node has come, and this one has done all {manifest.steps} steps")
+        longest_s = 3 * node.config.directory.ttl_s if resume.has_last(node.advert, manifest.steps) else None
+        while not await node.waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
+            if all(resume.has_last(a, manifest.steps) for a in self._swarm.members.all()):
+                return self._complete(f"nobody has come who has not done all {manifest.steps} steps, like this node")
         if node.advert.state == "waiting":
             node.enter("begin")
         reason: str | None = "every stage has enough nodes"

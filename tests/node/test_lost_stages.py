@@ -94,5 +94,22 @@ def test_a_node_of_a_finished_run_that_is_started_alone_says_so_and_ends(peer: P
     assert node.ended_at_s is not None
     assert node.ended_at_s < 3 * plan.config.directory.ttl_s + 2.0
     (*_, said) = [str(event.get("message")) for event in node.trace.of("info")]
-    assert said == "no other node has come, and this one has done all 20 steps: the run is complete"
+    assert said == "nobody has come who has not done all 20 steps, like this node: the run is complete"
     assert outcome.nodes[peer].step == node.step == 20
+
+
+def test_a_node_of_a_finished_run_waits_as_long_as_another_one_that_has_come_lacks_the_last_step() -> None:
+    """It left before the last stage came, and the other one trained its older weights again."""
+    plan = plan_of((2, 1))
+    swarm = FaultySwarm(plan)
+    check(swarm)
+    again = FaultySwarm(replace(plan, replicas=(0, 0)))
+    again.disks.update(swarm.disks)
+    del again.disks["s0r1"]._entries[1:]
+    for peer, after in (("s0r0", 0), ("s0r1", 0), ("s1r0", 5)):
+        at_s = after * plan.config.directory.ttl_s
+        again.at(at_s, lambda peer=peer: again.start(int(peer[1]), int(peer[3])))  # type: ignore[misc]
+    outcome = again.run()  # without the laws, which know nothing of the earlier swarm
+    assert [(one.peer, one.source) for one in again.resumptions][-1] == ("s0r1", "peer")
+    assert [node.step for node in outcome.nodes.values()] == [20, 20, 20]
+    assert not outcome.trace.of("inner_step")
