@@ -32,8 +32,9 @@ class Checkpointer:
         """At the last check: how often other weights had replaced this node's own, and the newest outer round."""
         self._newest, self._newest_step = 0, 0
         """Outer round and step of the newest checkpoint."""
-        self._alarms, self._calm = node.alarms, True
-        """`NodeState.alarms` at the newest checkpoint, and whether there were none between the previous one and it."""
+        self._alarms, self._calm, self._pins = node.alarms, True, False
+        """`NodeState.alarms` at the newest checkpoint, whether there were none between the previous one and it, and
+        whether the next one that is written pins the one before it."""
 
     def go_on(self) -> None:
         """Continue from weights of the advert's outer round and step."""
@@ -144,20 +145,21 @@ class Checkpointer:
         checkpoint = Checkpoint(replace(state, fresh_round=node.advert.fresh_round), cursor, node.rng.getstate())
         self._newest, self._newest_step = round, node.step
         # In a series of alarms the checkpoint before the first alarm stays.
-        alarmed, calm = node.alarms > self._alarms, self._calm
-        self._alarms, self._calm = node.alarms, not alarmed
-        self._writing = asyncio.create_task(self._write(checkpoint, began, pin=alarmed and calm))
+        self._pins |= self._calm and node.alarms > self._alarms
+        self._alarms, self._calm = node.alarms, node.alarms == self._alarms
+        self._writing = asyncio.create_task(self._write(checkpoint, began))
         self._writing.add_done_callback(node.task_ended)
 
-    async def _write(self, checkpoint: Checkpoint, began: float, *, pin: bool) -> None:
+    async def _write(self, checkpoint: Checkpoint, began: float) -> None:
         """Write a checkpoint. A failure is reported, and the node trains on: the next checkpoint may fit."""
         node, state = self._node, checkpoint.state
         try:
             with node.waits.waiting("checkpoint", Resource.DISK, idle=True):
-                await self._checkpoints.save(checkpoint, pin=pin)
+                await self._checkpoints.save(checkpoint, pin=self._pins)
         except LocalError as error:
             node.trouble("disk", f"no checkpoint of outer round {state.round}: {error}")
             return
+        self._pins = False
         node.trouble("disk", None)
         size = sum(tensor.data.nbytes for tensor in state.tensors)
         node.event("checkpoint", round=state.round, step=state.step, seconds=node.now() - began, bytes=size)

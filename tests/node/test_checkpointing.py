@@ -379,6 +379,18 @@ def test_in_a_series_of_alarms_only_the_checkpoint_before_the_first_is_pinned() 
     at(scenario)
 
 
+def test_the_checkpoint_before_the_alarms_is_pinned_once_the_disk_has_space_again() -> None:
+    async def scenario(place: Place) -> None:
+        for number, full in enumerate((False, True, True, False, False)):
+            place.error = LocalError("no space left") if full else None
+            place.node.alarms += number in (1, 2)
+            await place.comes_to(16 + 8 * number, 4 + 2 * number)
+            await place.checkpointer.settle()
+        assert [pin for _, _, pin in place.saved] == [False, True, False]
+
+    at(scenario)
+
+
 def test_nobody_waits_until_others_have_what_a_replica_still_holds() -> None:
     async def scenario(place: Place) -> None:
         place.node.update(holds=(Holding(1, 3, 12),))

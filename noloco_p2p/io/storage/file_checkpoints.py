@@ -94,8 +94,7 @@ class FileCheckpoints:
         removed before its tensors."""
         pinned = self._folder / PINNED
         names = {one.path.stem for one in kept} | ({pinned.read_text(errors="replace")} if pinned.exists() else set())
-        others = [path for path in self._folder.glob("stage-*.json") if path.stem not in names]
-        names |= {path.stem for path in others if self._foreign(path)}
+        names |= {one.stem for one in self._folder.glob("stage-*.json") if one.stem not in names and self._foreign(one)}
         for suffix in (".json", ".safetensors"):
             for path in self._folder.glob(f"stage-*{suffix}"):
                 if path.stem not in names:
