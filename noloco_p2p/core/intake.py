@@ -220,10 +220,8 @@ class Intake:
 
     def _free_places(self, *, ahead: bool) -> int:
         """Number of free waiting places: those for labels `ahead` of the step, or the others."""
-        held = sum(
-            not (other.running or other.queued) and self._ahead(other) == ahead for other in self._attempts.values()
-        )
-        return (AHEAD_PLACES if ahead else max(0, LAST_PLACES - self._in_flight)) - held
+        held = sum(not (one.running or one.queued) and self._ahead(one) == ahead for one in self._attempts.values())
+        return (AHEAD_PLACES if ahead else LAST_PLACES - self._in_flight) - held
 
     def _first_queued(self, *, ahead: bool) -> AttemptKey | None:
         """The attempt that has queued longest, of the origin with the fewest attempts here that are not queued."""

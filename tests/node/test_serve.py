@@ -20,7 +20,7 @@ from noloco_p2p.core.messages import (
     PeerId,
 )
 from noloco_p2p.core.stage_values import Contribution
-from noloco_p2p.errors import Busy, Declined, PeerError, Violation
+from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.finite_watch import LONGEST_STREAK
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
@@ -54,10 +54,10 @@ class SentBody:
 
 
 class Place:
-    """A node of stage 1 of 3 with an open step of PER_STEP microbatches, and what is computed of them."""
+    """A node of stage 1 of 3 with an open step of some microbatches, and what is computed of them."""
 
-    def __init__(self, routing: str = "random") -> None:
-        manifest = RunManifest(stages=3, microbatches_per_step=PER_STEP, routing=routing)  # type: ignore[arg-type]
+    def __init__(self, routing: str = "random", per_step: int = PER_STEP) -> None:
+        manifest = RunManifest(stages=3, microbatches_per_step=per_step, routing=routing)  # type: ignore[arg-type]
         me = Advert("me", manifest.run_id, 1, (), state="training")
         self.events: list[tuple[str, dict[str, Any]]] = []
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)), span=self._span)
@@ -126,9 +126,9 @@ class Call:
         return "cancelled" if self.task.cancelled() else self.task.exception() or self.task.result()
 
 
-def at(scenario: Callable[[Place], Awaitable[None]], routing: str = "random") -> None:
+def at(scenario: Callable[[Place], Awaitable[None]], routing: str = "random", per_step: int = PER_STEP) -> None:
     async def main() -> None:
-        place = Place(routing)
+        place = Place(routing, per_step)
         place.swarm.fix_view()
         place.server.open()
         await scenario(place)
@@ -210,6 +210,21 @@ def test_one_that_joins_while_the_body_comes_depends_on_the_caller_that_sends_it
     at(scenario)
 
 
+@pytest.mark.parametrize("error", [Violation("wrong digest"), Unreachable("gone"), PeerError("it does not read")])
+def test_one_that_has_joined_does_not_answer_for_the_body_of_another_caller(error: PeerError) -> None:
+    """Replicas of the stage before that have equal weights send the same microbatch with the same digest."""
+
+    async def scenario(place: Place) -> None:
+        first = place.call(0, error=error)
+        await asyncio.sleep(0.5)
+        joined = place.call(0, caller="b")
+        assert await first.end() is error, "it is the sender's fault"
+        assert isinstance(await joined.end(), Busy), "it may send its own"
+        assert isinstance(await place.call(0, caller="b").end(), Gradient)
+
+    at(scenario)
+
+
 def test_a_caller_whose_body_broke_off_is_asked_for_it_again() -> None:
     async def scenario(place: Place) -> None:
         first = place.call(0, takes_s=1e6)
@@ -231,6 +246,31 @@ def test_bodies_beyond_those_that_wait_for_the_next_step_are_not_asked_for_yet()
             place.node.inner_steps += 1
             place.server.open()
         assert [type(await call.end()) for call in calls] == [Gradient] * len(calls)
+
+    at(scenario)
+
+
+def test_a_queued_call_that_is_admitted_at_once_is_asked_for_its_body() -> None:
+    """There are fewer waiting places than places in the next step."""
+
+    async def scenario(place: Place) -> None:
+        calls = [place.call(number, takes_s=0.1) for number in range(2 * 5)]
+        await asyncio.sleep(2.0)
+        place.node.inner_steps += 1
+        place.server.open()
+        assert [type(await call.end()) for call in calls] == [Gradient] * len(calls)
+        assert place.node.now() < LEFT_S / 2, "none has waited in vain"
+
+    at(scenario, per_step=5)
+
+
+def test_a_call_that_ends_before_its_first_line_has_run_hears_busy_and_leaves_nothing() -> None:
+    async def scenario(place: Place) -> None:
+        calls = [place.call(number) for number in range(PER_STEP + 1)]
+        await asyncio.sleep(0.0)
+        calls[0].task.cancel()
+        place.server.close()
+        assert [type(await call.end()) for call in calls[1:]] == [Gradient] * (PER_STEP - 1) + [Busy]
 
     at(scenario)
 

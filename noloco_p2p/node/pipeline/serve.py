@@ -172,7 +172,9 @@ class MicrobatchServer:
             task.exception()  # marks it as retrieved
         call.task = None  # The traceback of its error refers to the call: such a cycle would keep the tensors alive.
 
-    def _forget(self, key: AttemptKey) -> None:
+    def _forget(self, key: AttemptKey, admitted: list[AttemptKey]) -> None:
+        """An attempt has left the intake, which `admitted` others instead."""
+        self._admit(admitted)
         del self._calls[key]
         self._report_gauges()
         self._node.waits.pulse()
@@ -183,6 +185,10 @@ class MicrobatchServer:
         call.callers += 1
         try:
             return await asyncio.shield(call.task)
+        except PeerError as error:
+            if call.received or call.body is body or isinstance(error, Busy | Declined):
+                raise
+            raise Busy("the body of this attempt came from another caller, and broke off") from error
         finally:
             call.callers -= 1
             lost = call.body is body and not call.received
@@ -209,8 +215,7 @@ class MicrobatchServer:
             result = await self._dispatcher.train(StageInput.of(activation, call.body.reply_soon), header.time_left_s)
             reply, counted = self._reply(key, result), result.contribution.counted
         except BaseException as error:
-            self._admit(self.intake.leave(key))
-            self._forget(key)
+            self._forget(key, self.intake.leave(key))
             if call.refusal:
                 raise Busy(call.refusal) from error
             if not isinstance(error, PeerError | asyncio.CancelledError):
@@ -223,8 +228,7 @@ class MicrobatchServer:
             if counted:
                 node.count(key.microbatch, caller, result.next_hop)
                 node.event("microbatch", result="done" if reply.finite else "nonfinite")
-            self._admit(self.intake.done(key, counted=counted))
-            self._forget(key)
+            self._forget(key, self.intake.done(key, counted=counted))
             # Values that became non-finite further on are not this stage's fault.
             fine = result.contribution.finite or (result.reply is not None and not result.reply.finite)
             await self._watch.ended(fine, header.origin.peer)
@@ -263,8 +267,7 @@ class MicrobatchServer:
         assert done.grad is not None, "a later stage has an input gradient"
         # This node knows which peer served it next, whatever name that peer gives itself.
         later = () if result.reply is None else (result.next_hop or "", *result.reply.served[1:])
-        served = (self._node.me, *later)
-        return Gradient(key.microbatch, done.grad, done.loss_sum, done.tokens, served, result.finite)
+        return Gradient(key.microbatch, done.grad, done.loss_sum, done.tokens, (self._node.me, *later), result.finite)
 
     def _report_gauges(self) -> None:
         self._node.event("gauge", name="in_flight", value=self.intake.in_flight)
