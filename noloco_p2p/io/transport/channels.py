@@ -197,6 +197,7 @@ class ChannelPool:
         """Waits for a connection that is being opened, or opens one. Cancelling a wait does not cancel the opening."""
         if self._closed:
             raise Unreachable("this node's transport is closed")
+        began = asyncio.get_running_loop().time()
         task = self._opening.get((key, peer.addresses))
         if task is None:
             task = self._opening[key, peer.addresses] = asyncio.create_task(self._connected(key, peer))
@@ -208,10 +209,12 @@ class ChannelPool:
         if not task.done() or task.cancelled():
             raise Unreachable(f"{peer.peer_id} did not accept a connection within {seconds:.1f} s")
         outcome = task.result()
-        if isinstance(outcome, str) or outcome not in self._open:
-            reason = outcome if isinstance(outcome, str) else "the connection was closed at once"
-            raise Unreachable(f"{peer.peer_id} cannot be reached: {reason}")
-        return outcome
+        if isinstance(outcome, str):
+            raise Unreachable(f"{peer.peer_id} cannot be reached: {outcome}")
+        if outcome in self._open:
+            return outcome
+        # Another call to this peer, by another advert of it, has closed the connection before this one could use it.
+        return await self._opened(key, peer, began + seconds - asyncio.get_running_loop().time())
 
     async def _connected(self, key: ChannelKey, peer: Advert) -> PeerChannel | str:
         """A new connection, or the reason why none could be opened."""

@@ -178,9 +178,37 @@ def test_of_two_connections_opened_at_once_in_a_slot_one_stays_open() -> None:
         async with pair(Node(echo)) as both, pair(Node(echo)) as moved:
             pool = both.a._channels
             opening = (pool._opened(("B", channels.CONTROL_SLOT), one.peer, 60.0) for one in (both, moved))
-            await soon(asyncio.gather(*opening, return_exceptions=True))
+            await soon(asyncio.gather(*opening))
             assert {*pool._kept.values()} == pool._open
             assert len(pool._open) == 1
+
+    run(scenario())
+
+
+def test_a_connection_that_another_call_has_closed_before_its_use_is_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two calls to a peer that moves, by its two adverts, are connected in the same iteration of the event loop."""
+    connect, came = channels.connect, 0
+
+    async def scenario() -> None:
+        both_open = asyncio.Event()
+
+        async def at_the_same_time(channel: Any, seconds: float) -> str | None:
+            nonlocal came
+            reason = await connect(channel, seconds)
+            came += 1
+            if came == 2:
+                both_open.set()
+            await both_open.wait()
+            return reason
+
+        monkeypatch.setattr(channels, "connect", at_the_same_time)
+        async with pair(Node(echo)) as both, pair(Node(echo)) as moved:
+            calls = (both.a.describe(one.peer) for one in (both, moved))
+            assert [said.peer_id for said in await soon(asyncio.gather(*calls))] == ["B", "B"]
+            assert came == 3
+            assert len(both.a._channels._open) == 1
 
     run(scenario())
 
@@ -434,7 +462,7 @@ def test_a_connection_closed_as_soon_as_it_is_open_is_unreachable_and_its_key_is
         async with pair(Node(echo)) as both:
             closing: list[asyncio.Task[None]] = []
             both.a._channels._on_open = lambda: closing.append(asyncio.create_task(both.a.close()))
-            with pytest.raises(Unreachable, match=r"B cannot be reached: the connection was closed at once$"):
+            with pytest.raises(Unreachable, match=r"this node's transport is closed$"):
                 await soon(both.a.describe(both.peer))
             await closing[0]
 
