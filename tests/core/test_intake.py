@@ -163,6 +163,9 @@ def test_a_struck_slot_is_not_waited_for() -> None:
 
 def test_where_stages_go_in_step_places_are_for_microbatches_of_the_step_until_most_origins_have_left_it() -> None:
     intake = Intake(lambda: 4)
+    intake.open(4, target=2, origins=("a", "b"))
+    intake.drop_origins({"a"}.__contains__)
+    assert not intake.ready, "half of them is not most"
     intake.open(5, target=2, origins=("a", "b", "c"))
     late, first, early = key("a", 0), key("b", 0), key("a", 1)
     assert intake.offer(late, Origin("a", 4, 0)).answer is Admission.ADMIT, "its origin still waits for the gradient"

@@ -157,8 +157,10 @@ def test_a_reply_names_who_served_it_and_is_computed_again_for_whoever_lost_it()
 def test_what_does_not_count_here_is_no_part_of_the_step() -> None:
     async def scenario(place: Place) -> None:
         place.counted = False
-        assert isinstance(await place.call(0).end(), Gradient)
+        for number in range(PER_STEP):
+            assert isinstance(await place.call(number).end(), Gradient)
         assert (place.results(), place.node.routes) == ([], {})
+        assert not place.server.intake.ready
 
     at(scenario)
 
@@ -221,6 +223,26 @@ def test_one_that_has_joined_does_not_answer_for_the_body_of_another_caller(erro
         assert await first.end() is error, "it is the sender's fault"
         assert isinstance(await joined.end(), Busy), "it may send its own"
         assert isinstance(await place.call(0, caller="b").end(), Gradient)
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("received", [True, False])
+def test_one_that_has_joined_hears_why_the_attempt_itself_has_failed(received: bool) -> None:
+    """The later stages refuse what both callers offer, or an outer round begins before the body is asked for."""
+
+    async def scenario(place: Place) -> None:
+        place.error = Violation("not finite")
+        number = 0 if received else 4 * PER_STEP
+        first = [place.call(one, takes_s=0.1) for one in range(number + 1)][-1]
+        await asyncio.sleep(0.05)
+        joined = place.call(number, caller="b")
+        await asyncio.sleep(0.0)
+        if not received:
+            place.server.close()
+        assert (ends := [await first.end(), await joined.end()])[0] == ends[1]
+        assert ("not finite" if received else "outer round") in str(ends[1])
+        await place.server.until_empty()
 
     at(scenario)
 
@@ -327,6 +349,7 @@ def test_calls_beyond_the_step_wait_and_hear_busy_when_an_outer_round_begins() -
         assert [type(one) for one in found] == [Gradient] * PER_STEP + [Busy]
         assert "outer round" in str(found[-1])
         assert isinstance(await place.call(9).end(), Busy)
+        assert ("busy", {"direction": "in"}) in place.events
 
     at(scenario)
 
@@ -351,7 +374,8 @@ def test_a_call_waits_for_a_place_as_long_as_the_device_works(works: bool) -> No
     async def scenario(place: Place) -> None:
         place.takes_s = 10 * LEFT_S
         running = [place.call(number, takes_s=0.1) for number in range(PER_STEP)]
-        waiting = place.call(PER_STEP, takes_s=0.0)
+        waiting, ended = place.call(PER_STEP, takes_s=0.0), list[float]()
+        waiting.task.add_done_callback(lambda _: ended.append(place.node.now()))
         for _ in range(5 * int(LEFT_S)):
             await asyncio.sleep(1.0)
             place.node.waits.operations += works
@@ -359,6 +383,7 @@ def test_a_call_waits_for_a_place_as_long_as_the_device_works(works: bool) -> No
             assert not waiting.task.done()
         else:
             assert "has not reached this step" in str(await waiting.end())
+            assert ended[0] < LEFT_S, "before its caller considers this node hung"
         for call in (*running, waiting):
             call.task.cancel()
             await call.end()
@@ -417,8 +442,12 @@ def test_how_far_it_is_with_each_microbatch() -> None:
         await asyncio.sleep(0.1)
         place.node.waits.operations = 1000
         ids = [MicrobatchId("a", 1, number) for number in range(2)]
-        known, unknown = place.server.progress(ids)
-        assert (known and known.events, unknown) == (1000 + 7 + 100, None)
+        with place.node.waits.computing("forward"):
+            await asyncio.sleep(0.5)
+            known, unknown = place.server.progress(ids)
+        assert known is not None
+        assert (known.events, unknown) == (1000 + 7 + 100, None)
+        assert known.stuck_s == pytest.approx(0.5)
         await call.end()
         assert place.server.progress(ids) == [None, None]
 

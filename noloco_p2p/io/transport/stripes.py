@@ -64,7 +64,7 @@ class Stripes:
         self._bringing = 0
         """Stripes that may still bring a part of the body."""
         self._turned = asyncio.Event()
-        """`_whole`, `_bringing`, `_calls` or `_sent` has changed."""
+        """`_whole`, `_bringing` or `_calls` has changed."""
         self._broken: Violation | None = None
         self._next = asyncio.Event()
         """Something follows the body: filler, the reply or the end."""
@@ -195,7 +195,6 @@ class Stripes:
         finally:
             self._group = None
         self._sent = True
-        self._turned.set()
 
     def end(self) -> None:
         """End the stripes, because the call that they belong to has ended."""

@@ -186,7 +186,7 @@ class MicrobatchServer:
         try:
             return await asyncio.shield(call.task)
         except PeerError as error:
-            if call.received or call.body is body or isinstance(error, Busy | Declined):
+            if call.received or call.body is body or isinstance(error, Busy):
                 raise
             raise Busy("the body of this attempt came from another caller, and broke off") from error
         finally:

@@ -63,7 +63,7 @@ from noloco_p2p.io.transport import callers, capped_line, grpc_transport, messag
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
-from noloco_p2p.io.transport.exchange import Collected, SentActivation
+from noloco_p2p.io.transport.exchange import Collected, SentActivation, to_grant
 from noloco_p2p.io.transport.filler import Warming
 from noloco_p2p.io.transport.frame_codec import FILLERS, packed
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
@@ -279,11 +279,14 @@ def test_bodies_sent_at_once_do_not_wait_for_each_other(carried: Carried) -> Non
     run(scenario())
 
 
-def test_a_stored_reply_arrives_without_the_body_being_read(carried: Carried) -> None:
+@pytest.mark.parametrize("shape", [AT_ONCE, LARGE])
+def test_a_reply_may_come_without_the_body_being_read(carried: Carried, shape: tuple[int, int, int]) -> None:
+    """As if the microbatch is the same as that of another call, which has sent the body."""
+
     async def kept(header: Header, body: Body) -> Gradient:
         return Gradient(header.microbatch, replace(sent.hidden, name="grad"), 1.0, 7, ("B",))
 
-    sent = activation(AT_ONCE)
+    sent = activation(shape)
 
     async def scenario() -> None:
         async with pair(Node(kept)) as both:
@@ -342,6 +345,136 @@ def test_the_reason_of_a_refusal_comes_only_from_the_first_call() -> None:
 
         with pytest.raises(Busy, match="full"):
             await soon(going.exchange(SimpleNamespace(cancel=lambda: None), (write, read)))
+
+    run(scenario())
+
+
+class Scripted(AbstractAsyncContextManager[Any]):
+    """A call that reads these messages; an error is raised, and an event awaited. Notes what is written to it."""
+
+    def __init__(self, *script: object, write: Callable[[bytes], Awaitable[object]] | None = None) -> None:
+        self.script, self.slow, self.written = list(script), write, list[bytes]()
+
+    async def write(self, message: bytes) -> None:
+        if self.slow is not None:
+            await self.slow(message)
+        self.written.append(message)
+
+    async def read(self) -> Any:
+        while self.script:
+            match self.script.pop(0):
+                case asyncio.Event() as event:
+                    await event.wait()
+                case Exception() as error:
+                    raise error
+                case message:
+                    return message
+        return grpc.aio.EOF
+
+    def cancel(self) -> None:
+        """It has no other end."""
+
+    async def __aenter__(self) -> Any:
+        return self.write, self.read
+
+    async def __aexit__(self, *error: object) -> None:
+        return None
+
+
+def exchanged(first: Scripted, *stripes: Scripted, claim: Claim = ALONE, at_once: bool = True) -> Awaitable[Gradient]:
+    sent = activation(AT_ONCE)
+    head, body = message_codec.announced(sent, 1)
+    going = SentActivation(
+        (head, lambda _: (len(stripes), body(1 << 16))),
+        nullcontext(),
+        claim,
+        GradientReader(sent).feed,
+        stripes,
+        at_once,
+    )
+    return soon(going.exchange(first, (first.write, first.read)))
+
+
+LOST = Unreachable("its connection was lost")
+FULL = pb.Reply(refusal=message_codec.to_refusal(Busy("full"))).SerializeToString()
+
+
+def replies() -> list[bytes]:
+    sent = activation(AT_ONCE)
+    gradient = Gradient(sent.header.microbatch, replace(sent.hidden, name="grad"), 1.0, 7, ("B",))
+    return list(message_codec.to_gradient(gradient, 1 << 18))
+
+
+def test_the_reason_of_a_refusal_after_the_grant_comes_only_from_the_first_call() -> None:
+    async def scenario() -> None:
+        refused = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.01, refused.set)
+        with pytest.raises(Busy, match="full"):
+            await exchanged(Scripted(to_grant(0), refused, FULL), Scripted(LOST))
+
+    run(scenario())
+
+
+def test_a_connection_lost_while_it_carries_a_granted_body_ends_the_call() -> None:
+    async def scenario() -> None:
+        async def lost(message: bytes) -> None:
+            raise LOST
+
+        with pytest.raises(Unreachable, match="was lost"):
+            await exchanged(Scripted(to_grant(0), asyncio.Event()), Scripted(write=lost))
+
+    run(scenario())
+
+
+def test_a_second_grant_of_a_body_sent_at_once_is_a_violation() -> None:
+    async def scenario() -> None:
+        with pytest.raises(Violation):
+            await exchanged(Scripted(to_grant(0), to_grant(0), asyncio.Event()), Scripted(asyncio.Event()))
+
+    run(scenario())
+
+
+def test_a_part_of_a_reply_may_overtake_its_first_message() -> None:
+    async def scenario() -> None:
+        head, *rest = replies()
+        late, begun = asyncio.Event(), list[bool]()
+        asyncio.get_running_loop().call_later(0.01, late.set)
+        claim = replace(ALONE, replying=lambda: begun.append(late.is_set()))
+        assert rest
+        got = await exchanged(Scripted(to_grant(0), late, head, asyncio.Event()), Scripted(*rest), claim=claim)
+        assert got.grad.data == activation(AT_ONCE).hidden.data
+        assert begun == [True]
+
+    run(scenario())
+
+
+def test_other_connections_carry_a_reply_that_comes_instead_of_the_grant() -> None:
+    async def scenario() -> None:
+        head, *rest = replies()
+        got = await exchanged(Scripted(head, asyncio.Event()), Scripted(*rest), at_once=False)
+        assert got.grad.data == activation(AT_ONCE).hidden.data
+
+    run(scenario())
+
+
+def test_a_body_has_left_once_all_calls_have_sent_their_part() -> None:
+    async def scenario() -> None:
+        slow, gone, left = asyncio.Event(), asyncio.Event(), list[bool]()
+        asyncio.get_running_loop().call_later(0.01, slow.set)
+
+        async def wait(message: bytes) -> None:
+            await slow.wait()
+
+        def leave() -> None:
+            left.append(slow.is_set())
+            gone.set()
+
+        first, last = Scripted(to_grant(0), gone, *replies()), Scripted(asyncio.Event())
+        await exchanged(
+            first, Scripted(asyncio.Event(), write=wait), last, claim=replace(ALONE, left=leave), at_once=False
+        )
+        assert left == [True]
+        assert len(last.written) > 1
 
     run(scenario())
 
@@ -974,7 +1107,10 @@ def test_a_reply_whose_parallel_call_is_lost_fails_at_once() -> None:
     run(scenario())
 
 
-def test_a_body_is_waited_for_without_limit_only_while_a_call_brings_it() -> None:
+@pytest.mark.parametrize("begins", [0.0, 0.5])
+def test_a_body_is_waited_for_without_limit_only_while_a_call_brings_it(begins: float) -> None:
+    """`begins`: how much of the patience has passed when the call begins."""
+
     async def scenario() -> None:
         stripes, clock = Stripes(), asyncio.get_running_loop().time
         stripes.expect(lambda message: False)
@@ -983,7 +1119,11 @@ def test_a_body_is_waited_for_without_limit_only_while_a_call_brings_it() -> Non
             await asyncio.sleep(2 * RESERVE_S)
             return NO_MORE
 
-        carrying = asyncio.create_task(stripes.carry(nowhere, late))
+        async def carry() -> bool:
+            await asyncio.sleep(begins * RESERVE_S)
+            return await stripes.carry(nowhere, late)
+
+        carrying = asyncio.create_task(carry())
         await asyncio.sleep(0)
         began = clock()
         with pytest.raises(Silent):
@@ -993,6 +1133,52 @@ def test_a_body_is_waited_for_without_limit_only_while_a_call_brings_it() -> Non
         assert await carrying
 
     virtual_time.run(scenario(), limit_s=100)
+
+
+def test_the_messages_of_a_reply_get_shorter_with_more_calls_and_are_never_longer_than_wanted() -> None:
+    async def scenario() -> None:
+        stripes = Stripes()
+        assert stripes.message_bytes(LARGE_BYTES, 1000) == 1000
+        alone = stripes.message_bytes(8 * MIN_STRIPE_BYTES, MUCH)
+        carrying = [asyncio.create_task(stripes.carry(nowhere, nowhere)) for _ in range(CONNECTIONS)]  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert stripes.message_bytes(8 * MIN_STRIPE_BYTES, MUCH) < alone
+        stripes.end()
+        assert await asyncio.gather(*carrying) == [False] * CONNECTIONS
+
+    run(scenario())
+
+
+def test_of_two_replies_that_soon_follow_only_the_first_sends_filler() -> None:
+    async def scenario() -> None:
+        line, replies = MeasuredLine(), [Stripes(), Stripes()]
+        for one in replies:
+            one.fill(line, "A", FILLER_BYTES[0])
+        assert [bool(one._filler) for one in replies] == [True, False], "the connections are warm then"
+
+    run(scenario())
+
+
+def test_a_reply_goes_over_the_first_call_if_the_others_are_cancelled_as_it_begins() -> None:
+    async def scenario() -> None:
+        stripes, sent = Stripes(), list[bytes]()
+        stripes.expect(lambda message: True)
+
+        async def ended() -> bytes:
+            return NO_MORE
+
+        async def write(message: bytes) -> None:
+            sent.append(message)
+
+        carrying = [asyncio.create_task(stripes.carry(nowhere, ended)) for _ in range(2)]
+        await asyncio.sleep(0)
+        replying = asyncio.create_task(stripes.reply([b"head", b"1", b"2"], write))
+        for one in carrying:
+            one.cancel()
+        await soon(replying)
+        assert sent == [b"head", b"1", b"2"]
+
+    run(scenario())
 
 
 def test_a_reply_goes_over_the_first_call_once_all_others_have_ended() -> None:
