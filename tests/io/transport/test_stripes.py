@@ -63,9 +63,10 @@ from noloco_p2p.io.transport import callers, capped_line, grpc_transport, messag
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
-from noloco_p2p.io.transport.exchange import Collected, SentActivation, to_grant
+from noloco_p2p.io.transport.exchange import Collected, Fetched, SentActivation, to_grant
 from noloco_p2p.io.transport.filler import Warming
-from noloco_p2p.io.transport.frame_codec import FILLERS, packed
+from noloco_p2p.io.transport.frame_codec import FILLERS, packed, unpacked
+from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.slow_transfers import RESERVE_S, Patience, Silent, Unread
@@ -1135,12 +1136,61 @@ def test_a_body_is_waited_for_without_limit_only_while_a_call_brings_it(begins: 
     virtual_time.run(scenario(), limit_s=100)
 
 
+@pytest.mark.parametrize(("messages", "seconds"), [([], 7), ([b"header"], 3)])
+def test_the_limit_on_silence_is_named_by_its_own_length(messages: list[bytes], seconds: int) -> None:
+    async def scenario() -> None:
+        call, never = Scripted(*messages, asyncio.Event()), Fetched[str](lambda message: None, "state came from B")
+        with pytest.raises(Unreachable, match=f"^no more of the state came from B for {seconds} s$"):
+            await never.within(call, (), (call.read, call.read), (7.0, 3.0, None))
+        assert asyncio.get_running_loop().time() == seconds
+
+    virtual_time.run(scenario(), limit_s=100)
+
+
+@asynccontextmanager
+async def noted(log: list[str]) -> AsyncIterator[None]:
+    log.append("begins")
+    try:
+        yield
+    finally:
+        log.append("ends")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("striped", [False, True])
+def test_a_body_counts_as_in_transit_until_it_is_here_or_its_call_ends(striped: bool, broken: bool) -> None:
+    async def scenario() -> None:
+        sent, log, clock = activation(AT_ONCE), list[str](), asyncio.get_running_loop().time
+        head, body = message_codec.announced(sent)
+        header = message_codec.from_header(unpacked(head, pb.ActivationMessage)[0], RUN, MUCH)
+        parts = list(body(1 << 18))
+        came = parts[:-1] if broken else parts
+        first = Scripted(*came, *([NO_MORE] if striped and not broken else []))
+
+        async def ask() -> None:
+            assert log == ["begins"]
+
+        coming = IncomingActivation(header, [], lambda **_: None, first.read, ask, Patience(), partial(noted, log))
+        coming.stripes = Stripes() if striped else None
+        if broken:
+            with pytest.raises(Violation):
+                await coming()
+            assert clock() == pytest.approx(CANCEL_GRACE_S), "it may have been cancelled"
+        else:
+            assert (await coming()).hidden.data == sent.hidden.data
+        assert coming.complete != broken
+        assert coming.received == sum(map(len, came))
+        assert log == ["begins", "ends"]
+
+    virtual_time.run(scenario(), limit_s=100)
+
+
 def test_the_messages_of_a_reply_get_shorter_with_more_calls_and_are_never_longer_than_wanted() -> None:
     async def scenario() -> None:
         stripes = Stripes()
         assert stripes.message_bytes(LARGE_BYTES, 1000) == 1000
         alone = stripes.message_bytes(8 * MIN_STRIPE_BYTES, MUCH)
-        carrying = [asyncio.create_task(stripes.carry(nowhere, nowhere)) for _ in range(CONNECTIONS)]  # type: ignore[arg-type]
+        carrying = [asyncio.create_task(stripes.carry(nowhere, nowhere)) for _ in range(CONNECTIONS)]
         await asyncio.sleep(0)
         assert stripes.message_bytes(8 * MIN_STRIPE_BYTES, MUCH) < alone
         stripes.end()
