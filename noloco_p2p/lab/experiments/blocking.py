@@ -238,5 +238,4 @@ def _rounds(groups: Groups) -> Table:
         "### What the shorter waits cost\n\nRounds by result, and how many inner steps a replica did for each step of"
         " the clock that ends the run (below 1: the clock ran ahead of them, and the run ended with fewer):"
     )
-    rows = [found for both in groups for _, found in group(both, "policy").items()]
-    return table(columns, rows, caption)
+    return table(columns, [found for both in groups for _, found in group(both, "policy").items()], caption)

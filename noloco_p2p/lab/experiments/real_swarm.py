@@ -134,8 +134,7 @@ def train_by_kind(plan: TrainingPlan) -> tuple[TrainingSummary, list[list[float]
     part = len(done.held_out) // len(plan.corpora)
     parts = [done.held_out[at : at + part] for at in range(0, len(done.held_out), part)]
     replicas = [[_torch_stage(node) for node in nodes] for nodes in zip(*done.stages, strict=True)]
-    losses = [[_held_out_loss(stages, kind) for kind in parts] for stages in replicas]
-    return done.summary(), losses
+    return done.summary(), [[_held_out_loss(stages, kind) for kind in parts] for stages in replicas]
 
 
 def _run(plan: TrainingPlan) -> "FinishedTraining":

@@ -173,6 +173,5 @@ def _plots(groups: Groups) -> list[Block]:
                 found = sorted((getattr(one, along), figure(one)) for one in some if one.pairing == pairing)
                 points = [(x, statistics.fmean(values)) for x, values in found if values]
                 curves += [Curve(pairing, points)] if points else []
-            title = f"{name.capitalize()} and {what}"
-            blocks.append(Plot(f"{name}-{against}", title, (x_label, label), curves))
+            blocks.append(Plot(f"{name}-{against}", f"{name.capitalize()} and {what}", (x_label, label), curves))
     return blocks
