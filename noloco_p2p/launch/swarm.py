@@ -124,8 +124,9 @@ class LocalSwarm:
             time.sleep(TICK_S)
         address_file = self._path.parent / ADDRESS
         join_file.remove(address_file)
+        # With the key of a members-only run, the first node admits the others.
         key = [] if self._plan.manifest.security.root_key is None else ["--key", str(self._path.parent / ROOT_KEY)]
-        first.start(self._server, [*self._arguments, *key])  # of a members-only run, to admit the others
+        first.start(self._server, [*self._arguments, *key])
         for node in others:
             node.start(self._server, [*self._arguments, "--join", f"{join_file.AT}{address_file}"])
         while (reached := first.endpoints) is None:
