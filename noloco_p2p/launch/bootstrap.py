@@ -218,7 +218,7 @@ async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterato
         home = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-observer-")))
         identity = Identity.open(home / KEY)
         closing.callback(identity.close)
-        here = local_host_towards(JoinAddress.parse(addresses[0]).host)
+        here = local_host_towards(*(JoinAddress.parse(one).host for one in addresses))
         libp2p = await Libp2pDaemon.open(identity, host=here, port=0, join=addresses)
         closing.push_async_callback(libp2p.close)
         received, _ = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)

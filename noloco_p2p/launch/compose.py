@@ -178,7 +178,7 @@ async def _open_ports(
     transport = GrpcTransport(standing.links, listen, telemetry, LARGEST_ACTIVATION_BYTES, local.limits)
     await transport.listen()
     closing.push_async_callback(transport.close)
-    host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
+    host = announced_host(listen.host, listen.announce_host, libp2p.joined)
     way_in = await ways.find(libp2p, streams, listen, host, transport.port)
     directory = await standing.open_directory(libp2p, manifest, options.dir)
     closing.push_async_callback(directory.close)

@@ -11,7 +11,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,31 +99,31 @@ def host_multiaddress(host: str, port: int) -> str:
     return f"/{kind}/{host}/tcp/{port}"
 
 
-def local_host_towards(host: str) -> str:
-    """The address of this machine on the route to `host`; the loopback address if there is no route.
+def local_host_towards(*hosts: str, only: int = 0) -> str:
+    """The address of this machine on the route to the first of `hosts` to which there is one; the loopback address if
+    there is none. `only`: an address family; 0 for any.
 
     A UDP socket is connected and closed; no packet is sent.
     """
-    try:
-        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            family, _, _, _, target = socket.getaddrinfo(host, 9, only, socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
-def announced_host(host: str, announce_host: str | None, join: JoinAddress | None) -> str:
+def announced_host(host: str, announce_host: str | None, join: Sequence[JoinAddress]) -> str:
     """The host that this node announces: `announce_host`, or otherwise the address that it listens on.
 
-    If it listens on a wildcard address, it announces this machine's address on the route to the peer that it joins (for
-    the first node of a run, on the default route).
+    If it listens on a wildcard address, it announces this machine's address on the route to the first peer of `join` to
+    which there is one; otherwise, as the first node of a run does, on the default route.
     """
-    if announce_host is not None:
-        return announce_host
-    if (ip := ip_of(host)) is not None and ip.is_unspecified:
-        return local_host_towards(_NOWHERE if join is None else join.host)
-    return host
+    if announce_host is None and (ip := ip_of(host)) is not None and ip.is_unspecified:
+        only = socket.AF_INET if ip.version == 4 else 0  # those sockets do not accept IPv6
+        return local_host_towards(*(one.host for one in join), _NOWHERE, only=only)
+    return host if announce_host is None else announce_host
 
 
 def from_here(host: str) -> str:

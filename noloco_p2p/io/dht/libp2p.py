@@ -95,7 +95,7 @@ class Libp2pDaemon:
         others = [target for target in targets if target.peer_id != identity.peer_id]
         if targets and not others:
             raise ConfigError(f"join address {targets[0]} is this node's own: give the address of another node")
-        announced = announced_host(host, announce_host, others[0] if others else None)
+        announced = announced_host(host, announce_host, others)
         libp2p = cls(identity, host, JoinAddress(announced, port, identity.peer_id), metrics_port)
         libp2p.reach = Reach([announced, *(target.host for target in others)])
         libp2p.router = router if is_behind_router(announced) else None

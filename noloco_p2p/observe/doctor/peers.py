@@ -55,7 +55,7 @@ async def open_daemon(
 
     async def start() -> Libp2pDaemon:
         await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind.p2p"))
-        host = announced_host(listen.host, listen.announce_host, join[0] if join else None)
+        host = announced_host(listen.host, listen.announce_host, join)
         router = home_router(listen, join, members=members and not join and is_open_to_others(listen))
         return await Libp2pDaemon.open(
             identity, host=listen.host, port=listen.dht_port, announce_host=host, router=router
@@ -161,7 +161,7 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
         except LocalError as error:
             report.error("port", str(error), "set listen.grpc_port")
             return
-        host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
+        host = announced_host(listen.host, listen.announce_host, libp2p.joined)
         here, address = (from_here(listen.host).strip("[]"), transport.port), joined(host, transport.port)
         await _dialled_back(report, libp2p, address, WaysIn(libp2p, Streams(libp2p, links.run_id), here, address))
 

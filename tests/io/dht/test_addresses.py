@@ -3,6 +3,7 @@
 import errno
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,11 +58,45 @@ def test_a_malformed_join_address_is_reported_in_one_line(text: str, reason: str
 
 def test_the_announced_host_is_one_that_others_can_use() -> None:
     join = JoinAddress.parse(f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}")
-    assert announced_host("0.0.0.0", "node.example", join) == "node.example"
-    assert announced_host("0.0.0.0", None, join) == "127.0.0.1"
-    assert announced_host("0.0.0.0", None, None) not in ("", "0.0.0.0")
-    assert announced_host("127.0.0.3", None, join) == "127.0.0.3"
+    assert announced_host("0.0.0.0", "node.example", [join]) == "node.example"
+    assert announced_host("0.0.0.0", None, [join]) == "127.0.0.1"
+    assert announced_host("0.0.0.0", None, []) not in ("", "0.0.0.0")
+    assert announced_host("127.0.0.3", None, [join]) == "127.0.0.3"
     assert local_host_towards("no such host") == "127.0.0.1"
+
+
+def test_a_join_address_to_which_there_is_no_route_does_not_decide_what_a_node_announces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name may be gone, or this machine may have no IPv6."""
+    look_up = socket.getaddrinfo
+
+    def resolved(host: str, *arguments: Any, **named: Any) -> Any:
+        if host == "gone.example":
+            raise socket.gaierror
+        return look_up("127.0.0.1" if host == addresses._NOWHERE else host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    join = [JoinAddress("gone.example", 4001, PEER), JoinAddress("::1", 4001, PEER)]
+    assert announced_host("::", None, join) == "::1"
+
+
+def test_a_node_that_listens_on_ipv4_only_announces_no_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer's name may have both, or this node joins at an IPv6 address."""
+    look_up = socket.getaddrinfo
+
+    def both(host: str, port: int, family: int = 0, *more: Any, **named: Any) -> Any:
+        hosts = {"both.example": ["::1", "127.0.0.1"], addresses._NOWHERE: ["127.0.0.1"]}.get(host, [host])
+        found = [one for host in hosts for one in look_up(host, port, 0, *more, **named) if family in (0, one[0])]
+        if not found:
+            raise socket.gaierror
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    for host in ("both.example", "::1"):
+        join = [JoinAddress(host, 4001, PEER)]
+        assert announced_host("0.0.0.0", None, join) == "127.0.0.1"
+        assert announced_host("::", None, join) == "::1"
 
 
 def test_a_port_in_use_is_named() -> None:
