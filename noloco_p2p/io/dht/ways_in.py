@@ -72,10 +72,11 @@ class WaysIn:
         return self._outside
 
     async def not_through_router(self, reason: str) -> None:
-        """Remove the router's mappings, because others do not get through."""
+        """Remove the router's mappings, because others do not get through, and ask it for no more."""
         log.info("this node cannot be reached through its home router: %s", reason)
         if self._libp2p.router is not None:
             await self._libp2p.router.end()
+            self._libp2p.router = None
 
     async def find_relays(self) -> bool:
         """Renew the reservations, and replace those that are lost. Returns whether the addresses changed."""

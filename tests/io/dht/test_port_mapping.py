@@ -11,6 +11,7 @@ from typing import cast
 
 import gateways
 import pytest
+from daemons import daemon, run
 from gateways import internet
 from soak import soak
 
@@ -225,6 +226,31 @@ def test_no_mapping_is_left_by_a_renewal_that_the_end_of_the_node_cuts_short(mon
 
     asyncio.run(scenario())
     assert held == {}
+
+
+def test_a_port_that_others_found_shut_is_not_mapped_again_when_the_daemon_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node would announce a libp2p address at which nobody gets through, and keep DHT records again."""
+    mapped = list[tuple[str, int]]()
+    monkeypatch.setattr(FoundRouter, "deleteportmapping", lambda *_: None, raising=False)
+    monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", mapped))
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as libp2p:
+            inside = libp2p.join_addresses
+            libp2p.router = HomeRouter()
+            await libp2p.router.map(int(inside[0].split("/")[4]))
+            assert len(libp2p.join_addresses) == 2
+            ways = WaysIn(libp2p, cast(Streams, None), ("127.0.0.1", 9))
+            libp2p.ways = ways.addresses
+            await ways.not_through_router("11.1.1.12:5009: shut")
+            await libp2p.restart()
+            assert libp2p.join_addresses == inside
+            assert libp2p.asks_only
+            assert len(mapped) == 1
+
+    run(scenario)
 
 
 def test_what_a_router_has_forgotten_is_mapped_again_at_the_next_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
