@@ -194,14 +194,12 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
             except PeerError as error:
                 failure = str(error)
                 continue
-            if where == address:
-                return True
             if where == STREAM:
                 log.warning("%s; until then they use links that this node keeps open", _unreachable(address, reason))
-                return False
-            if where:
+            elif where not in ("", address):
                 log.info(UNTRIED if host_scope(peer.host) == "private" else TRIED, where)
-                return False
+            if where:
+                return where == address
             nowhere = reason
     if nowhere:
         raise LocalError(_unreachable(address, nowhere))

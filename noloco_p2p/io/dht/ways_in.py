@@ -127,12 +127,12 @@ class WaysIn:
         return [relay for relay, held in zip(relays, holds, strict=True) if held]
 
     async def _reserved(self, relay: PeerId) -> bool:
-        try:
+        with suppress(PeerError):
             await self._streams.reserve(relay)
-        except PeerError:
+            return True
+        if relay in await self._libp2p.links():  # without a link it has not been asked
             self._refused_at[relay] = asyncio.get_running_loop().time()
-            return False
-        return True
+        return False
 
     async def _keep_links(self) -> None:
         linked, public = await self._libp2p.links(), self._public

@@ -48,6 +48,7 @@ from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.peers import check_reached
 from noloco_p2p.sim import virtual_time
 
+RELAYING = peer_id_of(bytes([7]) * 32)
 BODY = (1, 512, 512)
 """1 MiB: more than all buffers along the path hold."""
 
@@ -540,6 +541,24 @@ def test_members_that_refuse_to_relay_are_forgotten_after_a_while(monkeypatch: p
         libp2p.links.return_value = set()
         await ways.find_relays()
         assert not ways._refused_at
+
+    asyncio.run(scenario())
+
+
+def test_a_relay_is_used_again_as_soon_as_there_is_a_link_to_it_again() -> None:
+    """It has not refused: its daemon was being restarted, or that of this node."""
+    libp2p = Mock(joined=(), met={RELAYING: None}, router=None, peer_id=STRANGER, links=AsyncMock(return_value={RELAYING}))
+
+    async def scenario() -> None:
+        relay = Mock(reserve=AsyncMock())
+        ways = WaysIn(libp2p, relay, ("127.0.0.1", 9))
+        assert await ways.find_relays()
+        libp2p.links.return_value, relay.reserve.side_effect = set(), Unreachable("no link")
+        assert await ways.find_relays()
+        assert ways.addresses() == ("p2p",)
+        libp2p.links.return_value, relay.reserve.side_effect = {RELAYING}, None
+        assert await ways.find_relays()
+        assert ways.addresses() == ("p2p", f"relay/{RELAYING}")
 
     asyncio.run(scenario())
 
