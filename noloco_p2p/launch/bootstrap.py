@@ -9,7 +9,6 @@ import importlib
 import logging
 import math
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -148,23 +147,18 @@ def check_model(manifest: RunManifest) -> None:
 async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConfig) -> RunManifest:
     """The manifest of a joined peer, or the stored one if none of them answers.
 
-    Raises ConfigError if the settings or `--run` describe another run, and the errors of asking the peer.
+    Raises ConfigError if the settings or `--run` describe another run, and the errors of asking the peers.
     """
-    manifest, failure = run_files.stored_manifest(options.dir), None
-    for joined in libp2p.joined:
-        before = time.monotonic()
-        try:
-            received, ahead = await joining.fetch_manifest(libp2p, joined.peer_id)
-        except (Busy, Unreachable) as error:
-            failure = error
-            continue
-        joining.check_clock(ahead, (time.monotonic() - before) / 2, local.directory.ttl_s)
-        manifest, failure = settings.manifest_from_json(received), None
-        break
-    if failure is not None:
+    manifest = run_files.stored_manifest(options.dir)
+    try:
+        if libp2p.joined:
+            received, ahead, unsure_s = await joining.first_manifest(libp2p)
+            joining.check_clock(ahead, unsure_s, local.directory.ttl_s)
+            manifest = settings.manifest_from_json(received)
+    except (Busy, Unreachable) as error:
         if manifest is None:
-            raise failure
-        log.warning("%s; continuing the run of %s", failure, options.dir)
+            raise
+        log.warning("%s; continuing the run of %s", error, options.dir)
     assert manifest is not None, "a node without a link has a stored manifest"
     options.overrides.check_agrees(manifest)
     _check_agrees(options, local, manifest)
@@ -221,7 +215,7 @@ async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterato
         here = local_host_towards(*(JoinAddress.parse(one).host for one in addresses))
         libp2p = await Libp2pDaemon.open(identity, host=here, port=0, join=addresses)
         closing.push_async_callback(libp2p.close)
-        received, _ = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)
+        received, *_ = await joining.first_manifest(libp2p)
         manifest = settings.manifest_from_json(received)
         standing = await run_key.of_observer(identity, manifest, libp2p, calls=calls)
         directory = await standing.open_directory(libp2p, manifest, home)

@@ -7,12 +7,17 @@ import signal
 from pathlib import Path
 
 import pytest
+from daemons import daemon, node, run
 from processes import node_processes
 
-from noloco_p2p.errors import ConfigError, LocalError, Unreachable
-from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.errors import ConfigError, Declined, LocalError, Unreachable
+from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
+from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.launch import bootstrap, join_file
+from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.join_file import FILE_LIMIT_BYTES, JoinAddresses
+from noloco_p2p.launch.settings import Overrides
 
 ONE, OTHER = (f"/ip4/10.0.0.{n}/tcp/9466/p2p/{peer_id_of(bytes([n]) * 32)}" for n in (1, 2))
 
@@ -154,6 +159,28 @@ def test_an_observer_does_not_wait_for_a_file(path: Path) -> None:
         asyncio.run(observe("@"))
     assert join_file.known([f"@{path}", ONE]) == (ONE,)
     assert join_file.known([]) == ()
+
+
+def test_one_joined_node_that_answers_is_enough(tmp_path: Path) -> None:
+    """The other one may still be starting, or be stopped while its daemon goes on."""
+
+    async def scenario() -> None:
+        manifest = RunManifest()
+        async with daemon(tmp_path / "starting") as starting, node(tmp_path / "here") as here:
+            join = [starting.join_addresses[0], here.address]
+            with pytest.raises(Declined, match=f"{starting.peer_id} does not answer .* it is still starting"):
+                async with bootstrap.observing(join):
+                    raise AssertionError("no node has told it the run")
+            await serve_manifest(here.libp2p, manifest.canonical_json())
+            async with bootstrap.observing(join) as observer:
+                assert observer.manifest == manifest
+            local, identity = NodeConfig(), Identity.open(tmp_path / "new" / KEY)
+            options = NodeOptions((), None, identity, watch_stdin=False, overrides=Overrides(()))
+            async with daemon(tmp_path / "joining", join=join) as joining:
+                assert await bootstrap.joined_run(options, joining, local) == manifest
+            identity.close()
+
+    run(scenario)
 
 
 def test_a_signal_ends_the_wait_at_once_and_cleanly(tmp_path: Path) -> None:

@@ -67,6 +67,19 @@ async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, 
     return answer[8:], time - (before + dht_time()) / 2
 
 
+async def first_manifest(libp2p: Libp2pDaemon) -> tuple[bytes, float, float]:
+    """Ask the joined peers in turn, until one answers, for (manifest JSON, how far its clock is ahead of ours, give or
+    take how much, seconds). Raises as `fetch_manifest` if none does."""
+    failures, loop = list[PeerError](), asyncio.get_running_loop()
+    for peer in libp2p.joined:
+        before = loop.time()
+        try:
+            return *await fetch_manifest(libp2p, peer.peer_id), (loop.time() - before) / 2
+        except PeerError as error:
+            failures.append(error)
+    raise min(failures, key=lambda one: isinstance(one, Busy | Unreachable))
+
+
 def check_clock(ahead: float, unsure_s: float, ttl_s: float) -> None:
     """Raise ConfigError that states how far a peer's clock is `ahead` of ours (seconds, give or take `unsure_s`) if
     that is certainly more than half of `ttl_s`, the lifetime of an advert: adverts would then look expired, or live too
