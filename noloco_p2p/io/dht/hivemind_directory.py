@@ -187,11 +187,9 @@ class HivemindDirectory:
             self._cut_off = f"the libp2p daemon (p2pd) could not be restarted ({error})"
             return self._cut_off
         node.protocol.storage, self._node = self._node.protocol.storage, node
-        try:
-            await asyncio.to_thread(self._known.remember, [one for _, one in sorted(self._libp2p.met.items())])
-            await self.rejoin()
-        except (LocalError, PeerError) as error:
-            log.warning("rejoining: %s", error)
+        met = [one for _, one in sorted(self._libp2p.met.items())]
+        await _logged(asyncio.to_thread(self._known.remember, met))  # on a full disk they are dialled all the same
+        await _logged(self.rejoin())
         self._rejoining = asyncio.create_task(self._rejoin_forever())
         self._cut_off = ""
         return ""
@@ -281,13 +279,7 @@ class HivemindDirectory:
         said = ""
         while not self._libp2p.failed.done():
             await asyncio.sleep(REJOIN_PERIOD_S)
-            try:
-                await self.rejoin()
-                said = ""
-            except (LocalError, PeerError) as error:
-                if str(error) != said:
-                    said = str(error)
-                    log.warning("rejoining: %s", said)
+            said = await _logged(self.rejoin(), said)
 
     async def _dht_node(self) -> Any:
         """hivemind's DHTNode on the daemon."""
@@ -297,3 +289,14 @@ class HivemindDirectory:
         validator = adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time, self._members)
         creating = dht_node.create(self._libp2p.p2p, validator, asks_only=self._libp2p.asks_only)
         return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
+
+
+async def _logged(rejoining: Awaitable[None], said: str = "") -> str:
+    """Await a part of rejoining. Returns why it failed, which is logged unless it was `said` before, or ""."""
+    try:
+        await rejoining
+    except (LocalError, PeerError) as error:
+        if str(error) != said:
+            log.warning("rejoining: %s", error)
+        return str(error)
+    return ""

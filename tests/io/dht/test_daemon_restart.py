@@ -9,11 +9,12 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from errno import ENOSPC
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import base58
 import pytest
@@ -21,7 +22,7 @@ from daemons import STRANGER, Node, daemon, node, run, until
 from machine import at_most
 
 from noloco_p2p.errors import LocalError, Unreachable
-from noloco_p2p.io.dht import daemon_restarts, p2p_daemon
+from noloco_p2p.io.dht import addresses, daemon_restarts, p2p_daemon
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.join_handshake import fetch_manifest, serve_manifest
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
@@ -112,6 +113,22 @@ def test_a_node_whose_daemon_was_restarted_is_found_again_and_still_knows_the_ot
             assert "has died (signal 9); it is being restarted" in str(died)
             assert "has died (signal 9); restarted 1 time" in str(again)
             assert well is None
+
+    run(scenario)
+
+
+def test_a_full_disk_does_not_keep_a_node_whose_daemon_was_restarted_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with kept(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            await b.directory.announce(b.advert(), 30.0)
+            await a.directory.peers()
+            monkeypatch.setattr(addresses, "write_whole", Mock(side_effect=OSError(ENOSPC, "No space left on device")))
+            await a.kill()
+            await a.back()
+            assert await a.libp2p.links() == {b.libp2p.peer_id}
+            assert "known_peers.json cannot be written" in caplog.text
 
     run(scenario)
 
