@@ -11,6 +11,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, *NO_JSON):
         return None
     return found if isinstance(found, dict) else None
+
+
+def written_at(path: Path) -> float:
+    """When a file was last written, Unix seconds; 0.0 if it is missing, perhaps just removed."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def texts(found: object) -> tuple[str, ...]:

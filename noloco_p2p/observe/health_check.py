@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.humanize import plain
-from noloco_p2p.launch.node_probe import ENDPOINTS, HOME, read_json
+from noloco_p2p.launch.node_probe import ENDPOINTS, HOME, read_json, written_at
 
 ANSWER_S = 5.0
 """Longest wait for the answer, seconds."""
@@ -24,12 +24,12 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
     ConfigError if `url` is not an address.
     """
     if url is None:
-        written = home.glob(f"node-*/{ENDPOINTS}")
-        found = directory / ENDPOINTS if directory else max(written, key=lambda one: one.stat().st_mtime, default=None)
-        known = {} if found is None else read_json(found) or {}
+        newest = max(home.glob(f"node-*/{ENDPOINTS}"), key=written_at, default=home / "node-*" / ENDPOINTS)
+        found = directory / ENDPOINTS if directory else newest
+        known = read_json(found) or {}
         url = str(known.get("health") or known.get("metrics") or "")  # the first is the one on this machine
         if not url:
-            return False, f"no node has written its address to {found or home / 'node-*' / ENDPOINTS}"
+            return False, f"no node has written its address to {found}"
     return _answer(_checked(url))
 
 

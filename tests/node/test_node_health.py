@@ -90,6 +90,14 @@ def test_nobody_answers(home: Path, tmp_path: Path) -> None:
         assert ask(empty, None, home) == (False, f"no node has written its address to {empty / 'endpoints.json'}")
 
 
+def test_a_directory_that_is_removed_while_the_newest_node_is_looked_for_is_passed_over(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [*home.glob("node-*/endpoints.json"), home / "node-removed" / "endpoints.json"]
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(found))
+    assert ask(None, None, home) == (True, "ok")
+
+
 class _Stranger(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(503)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from random import SystemRandom
 from statistics import median
 
@@ -48,15 +49,13 @@ async def _ahead(libp2p: Libp2pDaemon) -> list[float]:
     """How far the clocks of some linked peers are ahead of ours, seconds. Peers that do not answer are left out."""
 
     async def ask(peer: PeerId) -> list[float]:
-        try:
+        with suppress(PeerError, LocalError):
             return [(await fetch_manifest(libp2p, peer))[1]]
-        except (PeerError, LocalError):
-            return []
+        return []
 
     # The daemon may die at any moment. A node without its daemon is cut off, which `daemon_restarts` reports.
-    try:
+    with suppress(LocalError):
         linked = sorted(await libp2p.links())
-    except LocalError:
-        return []
-    peers = SystemRandom().sample(linked, min(ASKED, len(linked)))
-    return [one for answer in await asyncio.gather(*map(ask, peers)) for one in answer]
+        peers = SystemRandom().sample(linked, min(ASKED, len(linked)))
+        return [one for answer in await asyncio.gather(*map(ask, peers)) for one in answer]
+    return []

@@ -123,16 +123,15 @@ class WaysIn:
         return {one.peer_id: one for one in self._libp2p.joined} | self._libp2p.met
 
     async def _reserved_of(self, relays: Sequence[PeerId]) -> list[PeerId]:
-        holds = await asyncio.gather(*map(self._reserved, relays))
-        return [relay for relay, held in zip(relays, holds, strict=True) if held]
+        return list(filter(None, await asyncio.gather(*map(self._reserved, relays))))
 
-    async def _reserved(self, relay: PeerId) -> bool:
+    async def _reserved(self, relay: PeerId) -> PeerId | None:
         with suppress(PeerError):
             await self._streams.reserve(relay)
-            return True
+            return relay
         if relay in await self._libp2p.links():  # without a link it has not been asked
             self._refused_at[relay] = asyncio.get_running_loop().time()
-        return False
+        return None
 
     async def _keep_links(self) -> None:
         linked, public = await self._libp2p.links(), self._public

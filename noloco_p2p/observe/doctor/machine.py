@@ -197,10 +197,7 @@ async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEnd
 def _report_end(report: DoctorReport, node_dir: Path) -> None:
     """Report how a stopped node ended: cleanly if its summary is newer than the endpoints of its last process."""
     endpoints, summary = node_probe.read_endpoints(node_dir), node_probe.read_json(node_dir / node_probe.SUMMARY)
-    try:
-        started, ended = ((node_dir / name).stat().st_mtime for name in (node_probe.ENDPOINTS, node_probe.SUMMARY))
-    except OSError:
-        started, ended = 1.0, 0.0
+    started, ended = (node_probe.written_at(node_dir / name) for name in (node_probe.ENDPOINTS, node_probe.SUMMARY))
     if endpoints is not None and (summary is None or ended < started):
         sentence = f"{node_dir}: the node's process {endpoints.pid} is gone, and did not exit cleanly"
         advice = "restart it with the same --dir: it continues from its checkpoint"
