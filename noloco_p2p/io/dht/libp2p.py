@@ -134,15 +134,16 @@ class Libp2pDaemon:
         """Whether this node only asks in the DHT and never answers, because most others could not dial it."""
         return self.ways is not None and self.outside is None
 
-    async def dial(self, target: JoinAddress) -> None:
-        """Open a link to a peer; returns at once if there is one. Raises ConfigError (another peer), Unreachable."""
+    async def dial(self, target: JoinAddress, what: str = "join address") -> None:
+        """Open a link to a peer; returns at once if there is one. Raises ConfigError (another peer), Unreachable; their
+        messages call the target `what`."""
         try:
-            reason = await self.guard(p2p_daemon.connect(self.p2p, target), DIAL_TIMEOUT_S, "an answer")
+            reason = await self.guard(p2p_daemon.connect(self.p2p, target, what), DIAL_TIMEOUT_S, "an answer")
         except Unreachable as error:
             reason = str(error)
         if reason:
             advice = "check that the node is running and its port is open"
-            raise Unreachable(f"join address {target}: nobody answers ({reason}); {advice}")
+            raise Unreachable(f"{what} {target}: nobody answers ({reason}); {advice}")
 
     async def dial_all(self, targets: Iterable[JoinAddress]) -> list[ConfigError | PeerError | None]:
         """Open links to several peers. Returns why each could not be opened, None if it was. Raises LocalError."""

@@ -180,8 +180,9 @@ def how_it_ended(code: int | None) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-async def connect(p2p: Any, target: JoinAddress) -> str:
-    """Open a link to a peer. Returns why that failed, or an empty string. Raises ConfigError for another peer."""
+async def connect(p2p: Any, target: JoinAddress, what: str) -> str:
+    """Open a link to a peer. Returns why that failed, or an empty string. Raises ConfigError for another peer; its
+    message calls the target `what`."""
     from hivemind.p2p import PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
     from hivemind.utils.multiaddr import Multiaddr
@@ -193,7 +194,7 @@ async def connect(p2p: Any, target: JoinAddress) -> str:
         if "peer id mismatch" in reason:
             other = reason.rpartition("remote key matches ")[2].split()[0]
             raise ConfigError(
-                f"join address {target}: another peer answers there ({other}); copy the address that it prints"
+                f"{what} {target}: another peer answers there ({other}); copy the address that it prints"
             ) from error
         return reason.strip().splitlines()[-1].rpartition(": ")[2].rpartition("] ")[2]
     return ""

@@ -145,7 +145,7 @@ class Streams:
         if relay not in await self._libp2p.links():
             if relay not in self._libp2p.met:
                 raise Unreachable(f"the address of relay {relay} is not known")
-            await self._libp2p.dial(self._libp2p.met[relay])
+            await self._libp2p.dial(self._libp2p.met[relay], "relay")
         await self.reserve(relay)
         stream = await self._libp2p.open_stream(relay, RELAY_STREAMS)
         with ExitStack() as failing:

@@ -154,7 +154,7 @@ async def _renewed(
         failure = Declined("this node's own issuer certificate expires too soon: restart it with --key")
     for address in issuers:
         try:
-            await libp2p.dial(address)
+            await libp2p.dial(address, "issuer")
             made = await ask(libp2p, address.peer_id, certificate=credentials.chain.decode())
             if credentials.is_renewed_by(made):
                 return made

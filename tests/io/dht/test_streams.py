@@ -36,6 +36,8 @@ from noloco_p2p.io.dht.reach import Reach
 from noloco_p2p.io.dht.relay_service import MemberRelay
 from noloco_p2p.io.dht.streams import CHUNK_BYTES, RELAY_STREAMS, RELAYED_STREAMS, Streams, cancelled, hear, say
 from noloco_p2p.io.dht.ways_in import DIALS, WaysIn
+from noloco_p2p.io.security import admission
+from noloco_p2p.io.security.certificates import DAY_S
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.transport import service
@@ -211,6 +213,27 @@ def test_members_that_cannot_be_dialled_are_reached_over_links_and_through_relay
             assert b.ways.addresses() == ("p2p", f"relay/{r.id}")
             await a.reaches(b)
         assert not b.streams.hosts
+
+    run(scenario)
+
+
+def test_neither_a_dead_relay_nor_a_dead_issuer_is_called_a_join_address(tmp_path: Path) -> None:
+    club, said = Club(tmp_path, RUN), asyncio.Queue[str | None]()
+    credentials = club.credentials("mine", clock=lambda: club.now + 4 * DAY_S)
+
+    async def scenario() -> None:
+        with socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))
+            dead = JoinAddress("127.0.0.1", deaf.getsockname()[1], RELAYING)
+            async with daemon(tmp_path / "a") as libp2p:
+                libp2p.met = {RELAYING: dead}
+                with pytest.raises(Unreachable, match=f"^relay {dead}: nobody answers"):
+                    await Streams(libp2p, RUN).target(f"relay/{RELAYING}", STRANGER)
+                keeping = asyncio.create_task(
+                    admission.keep_valid(libp2p, credentials, None, lambda: [dead], said.put_nowait)
+                )
+                assert f"(issuer {dead}: nobody answers" in str(await said.get())
+                await cancelled([keeping])
 
     run(scenario)
 

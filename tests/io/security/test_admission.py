@@ -445,7 +445,7 @@ def test_an_issuer_at_a_useless_address_does_not_end_the_renewals(tmp_path: Path
     club, said = Club(tmp_path), asyncio.Queue[str | None]()
     credentials = club.credentials("mine", clock=lambda: club.now + 4 * certificates.DAY_S)
 
-    async def dial(address: JoinAddress) -> None:
+    async def dial(address: JoinAddress, what: str) -> None:
         raise ConfigError("no such host")
 
     async def scenario() -> None:
