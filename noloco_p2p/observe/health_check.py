@@ -4,7 +4,7 @@ It runs every few seconds next to a node that needs the CPU, so nothing heavy is
 """
 
 import http.client
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,14 +35,11 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
 
 def _checked(url: str) -> tuple[str, int]:
     """Host and port of a URL with any path."""
-    try:
+    with suppress(ValueError):
         parts = urlsplit(url if "//" in url else f"//{url}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if host is None or parts.scheme not in ("", "http"):
-        raise ConfigError(f"{url!r} is not the address of a node: give http://HOST:PORT, as printed by the node")
-    return host, port or 80
+        if parts.hostname is not None and parts.scheme in ("", "http"):
+            return parts.hostname, parts.port or 80
+    raise ConfigError(f"{url!r} is not the address of a node: give http://HOST:PORT, as printed by the node")
 
 
 def _answer(address: tuple[str, int]) -> tuple[bool, str]:

@@ -3,12 +3,15 @@
 import asyncio
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from diagnosed import advert
 
 from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.errors import Declined
 from noloco_p2p.io.dht import join_handshake
+from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe.diagnosis.findings import Finding
 from noloco_p2p.observe.doctor import peers
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
@@ -70,6 +73,22 @@ def test_only_so_many_nodes_are_asked_for_the_time(joined: int, monkeypatch: pyt
     found = asyncio.run(peers.clocks(DoctorReport(), libp2p, ahead))
     assert len(asked) == max(0, peers.MAX_CLOCKS - joined)
     assert len(found) == max(peers.MAX_CLOCKS, joined)
+
+
+def test_a_joined_node_that_does_not_tell_the_run_is_an_error_only_if_no_other_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fetch_manifest(libp2p: object, peer: str) -> tuple[bytes, float]:
+        if peer == "starting":
+            raise Declined("it is still starting")
+        return RunManifest().canonical_json(), 0.5
+
+    monkeypatch.setattr(join_handshake, "fetch_manifest", fetch_manifest)
+    for joined, severities in ((["starting", "here"], ["ok", "warning"]), (["starting"], ["error"])):
+        report, libp2p = DoctorReport(), Mock(joined=[Mock(peer_id=peer) for peer in joined])
+        manifest, ahead = asyncio.run(peers.ask_run(report, libp2p, Overrides(())))
+        assert (manifest is None, [*ahead]) == (joined == ["starting"], joined[1:])
+        assert [found.severity for _, found in report.findings] == severities
 
 
 # --- expectations -------------------------------------------------------------------------------------------------

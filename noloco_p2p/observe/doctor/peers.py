@@ -94,15 +94,14 @@ async def ask_run(
 
     The run is None if no peer says what it is.
     """
-    manifest, ahead = None, {}
+    manifest, ahead, silent = None, dict[PeerId, float](), dict[PeerId, PeerError]()
     for peer in (target.peer_id for target in libp2p.joined):
         try:
             with report.step(f"asking {short_id(peer)} for the run"):
                 received, ahead[peer] = await join_handshake.fetch_manifest(libp2p, peer)
             theirs = manifest_from_json(received)
         except PeerError as error:
-            advice = "wait until that node has started, or join another"
-            report.error("run", f"{short_id(peer)} does not report its run: {error}", advice, peer)
+            silent[peer] = error
             continue
         about = f"{plural(theirs.stages, 'stage')}, {plural(theirs.steps, 'step')}, id {theirs.run_id}"
         if manifest is None:
@@ -112,6 +111,10 @@ async def ask_run(
         elif theirs.run_id != manifest.run_id:
             sentence = f"{short_id(peer)} works on another run: {theirs.name}, {about}"
             report.error("run", sentence, "give addresses of a single run", peer)
+    add = report.error if manifest is None else report.warning  # a node takes the run from any of them
+    for peer, failure in silent.items():
+        advice = "wait until that node has started, or join another"
+        add("run", f"{short_id(peer)} does not report its run: {failure}", advice, peer)
     return manifest, ahead
 
 
