@@ -570,7 +570,9 @@ def test_members_that_refuse_to_relay_are_forgotten_after_a_while(monkeypatch: p
 
 def test_a_relay_is_used_again_as_soon_as_there_is_a_link_to_it_again() -> None:
     """It has not refused: its daemon was being restarted, or that of this node."""
-    libp2p = Mock(joined=(), met={RELAYING: None}, router=None, peer_id=STRANGER, links=AsyncMock(return_value={RELAYING}))
+    libp2p = Mock(
+        joined=(), met={RELAYING: None}, router=None, peer_id=STRANGER, links=AsyncMock(return_value={RELAYING})
+    )
 
     async def scenario() -> None:
         relay = Mock(reserve=AsyncMock())
