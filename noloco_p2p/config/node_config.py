@@ -32,7 +32,7 @@ class ListenSettings(Settings):
 class DirectorySettings(Settings):
     """How often the node writes to the DHT and reads from it."""
 
-    ttl_s: Seconds = 30.0
+    ttl_s: Annotated[float, Field(ge=1, le=200)] = 30.0
     """Lifetime of an advert in the DHT, seconds; it is renewed every third of this."""
     refresh_s: Seconds = 5.0
     """Longest time between two readings of the membership, seconds; at stage 0 an outer interval if that is shorter."""

@@ -7,6 +7,7 @@ import pytest
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
+from noloco_p2p.io.dht.adverts import LONGEST_TTL_S
 from noloco_p2p.launch import reference, settings
 
 
@@ -53,6 +54,15 @@ def test_no_number_of_a_manifest_is_too_large_to_compute_with() -> None:
         "--set steps: steps must be at most 9007199254740992, not 9007199254740993",
     ]
     assert load(None, {}, [f"steps={2**53}"])[0].steps == 2**53
+
+
+def test_adverts_that_peers_would_refuse_or_never_see_are_refused_before_a_node_starts() -> None:
+    """Peers, whose clocks may differ by half of it, refuse records that live longer than five minutes."""
+    for given, limit in ((301, "at most 200.0"), (1e-9, "at least 1.0")):
+        assert faults(None, sets=[f"directory.ttl_s={given}"]) == [
+            f"--set directory.ttl_s: directory.ttl_s must be {limit}, not {given}"
+        ]
+    assert load(None, {}, ["directory.ttl_s=200"])[1].directory.ttl_s * 1.5 <= LONGEST_TTL_S
 
 
 @pytest.mark.parametrize("text", ["22:00", "-1:30", "1:30:15.5", "010"])

@@ -34,7 +34,8 @@ PAYLOAD_LIMIT_BYTES = 1536
 MEMBERS_PAYLOAD_LIMIT_BYTES = PAYLOAD_LIMIT_BYTES + 1280
 """The same for a payload with a member's certificate, which takes up the difference."""
 LONGEST_TTL_S = 300.0
-"""Longest lifetime of a record, seconds, so that strangers cannot fill the DHT forever."""
+"""Longest lifetime of a record, seconds, so that strangers cannot fill the DHT forever. It is one and a half times the
+largest `directory.ttl_s`, because the clocks of two peers may differ by half of an advert's lifetime."""
 ADVERTS_PER_STAGE_LIMIT = 2048
 """Most adverts of one stage that a reading takes in. The rest is skipped: new peers before known ones, and among them
 those with the largest ids."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
+from noloco_p2p.errors import LocalError, NolocoError, PeerError, Unreachable
 from noloco_p2p.io.dht import adverts, daemon_restarts, dht_node
 from noloco_p2p.io.dht.addresses import KnownPeers
 from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
@@ -87,9 +87,7 @@ class HivemindDirectory:
         return directory
 
     async def announce(self, advert: Advert, ttl_s: float) -> None:
-        """See `ports.Directory`. Raises ConfigError for an advert that no peer would accept."""
-        if not 0.0 < ttl_s <= adverts.LONGEST_TTL_S:
-            raise ConfigError(f"directory.ttl_s: no peer accepts an advert that lives {ttl_s} s")
+        """See `ports.Directory`."""
         async with self._announcing:
             if self._newest is not None and self._newest.stage != advert.stage:
                 await self._withdraw(advert.step)

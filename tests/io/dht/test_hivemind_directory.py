@@ -17,7 +17,7 @@ from daemons import RUN, STRANGER, Node, gone, node, run, until
 from machine import at_most
 
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.io.dht import addresses
 from noloco_p2p.io.dht.adverts import AdvertRecord, decode, encode, packed_bytes, stage_key
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
@@ -156,17 +156,6 @@ def test_a_node_that_leaves_during_its_first_announcement_says_so(tmp_path: Path
             assert [peer.state for peer in await a.directory.peers()] == ["training"]
             await b.directory.withdraw(7.0)
             assert [peer.state for peer in await a.directory.peers()] == ["left"]
-
-    run(scenario)
-
-
-def test_a_node_does_not_announce_an_advert_that_lives_too_long(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with node(tmp_path / "a") as a:
-            for ttl_s in (0.0, 1e6):
-                with pytest.raises(ConfigError, match=r"directory\.ttl_s"):
-                    await a.directory.announce(a.advert(), ttl_s)
-            assert await a.directory.peers() == []
 
     run(scenario)
 
