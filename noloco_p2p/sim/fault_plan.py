@@ -3,6 +3,7 @@
 All are drawn before the run and independently of it, so a seed determines the run.
 """
 
+import itertools
 import math
 import random
 import re
@@ -18,6 +19,8 @@ from noloco_p2p.sim.world import peer_id
 HOUR_S = 3600.0
 LASTING = ("crash", "depart")
 """Faults from which a node does not come back."""
+MAX_DRAWN = 1_000_000
+"""Upper limit on the mean number of faults drawn in a run: all of them are in memory before it begins."""
 
 
 class Roster:
@@ -26,8 +29,8 @@ class Roster:
     def __init__(self, replicas: Sequence[int], newcomers: Collection[PeerId] = ()) -> None:
         """`newcomers`: ids that other arrivals have taken."""
         self._newcomers = newcomers
-        self._started = list(replicas)
-        """For each stage, the number of the next node that arrives."""
+        self._numbers = [*map(itertools.count, replicas)]
+        """For each stage, the numbers of the next nodes that arrive."""
         self._stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
 
     def peers(self) -> list[PeerId]:
@@ -36,11 +39,9 @@ class Roster:
 
     def arrive(self, rng: random.Random) -> PeerId:
         """Add a node to a uniformly drawn stage. Returns its id."""
-        stage = rng.randrange(len(self._started))
-        while (peer := peer_id(stage, self._started[stage])) in self._newcomers:
-            self._started[stage] += 1
-        self._started[stage] += 1
-        self._stages[stage].append(peer)
+        stage = rng.randrange(len(self._stages))
+        ids = (peer_id(stage, number) for number in self._numbers[stage])
+        self._stages[stage].append(peer := next(one for one in ids if one not in self._newcomers))
         return peer
 
     def lose(self, peer: PeerId) -> bool:
@@ -53,7 +54,8 @@ class Roster:
 
 
 def planned_faults(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
-    """All faults, in order of time. Raises ConfigError if one names an unknown node, or a new node with a bad id."""
+    """All faults, in order of time. Raises ConfigError if one names an unknown node, or a new node with a bad id, or if
+    there are too many."""
     listed = [one for fault in scenario.faults for one in _listed(scenario, fault, seed)]
     newcomers = [peer for fault in listed if fault.kind == "arrive" for peer in fault.peers]
     for number, peer in enumerate(newcomers):
@@ -106,6 +108,8 @@ def _drawn(scenario: Scenario, seed: int, newcomers: Collection[PeerId]) -> list
         "other": churn.faults_per_hour if churn.kinds else 0.0,
     }
     per_s = sum(rates.values()) * sum(scenario.replicas) / HOUR_S
+    if (mean := per_s * (scenario.limit_s - churn.from_s)) > MAX_DRAWN:
+        raise ConfigError(f"churn: about {mean:.2g} events until limit_s are too many: at most {MAX_DRAWN:,}")
     roster = Roster(scenario.replicas, newcomers)
     found: list[Fault] = []
     at_s = churn.from_s

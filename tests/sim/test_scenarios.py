@@ -322,6 +322,15 @@ def test_random_faults_occur_at_the_configured_rates() -> None:
         gone |= set(fault.peers) if fault.kind == "depart" else set()
 
 
+@pytest.mark.parametrize("rate", ["1e5", "1e300", "1.7e308"])
+def test_random_faults_that_would_never_all_be_drawn_are_refused(rate: str) -> None:
+    """With 1e300 an hour no time passed between two of them."""
+    rates = [f"churn.{what}_per_hour={rate}" for what in ("arrivals", "departures", "crashes", "faults")]
+    with pytest.raises(ConfigError, match=r"churn: about .* events until limit_s are too many: at most 1,000,000"):
+        build(load(None, rates), seed=0)
+    assert planned_faults(load(None, [*rates, "churn.from_s=36000"]), seed=0) == ()
+
+
 def test_a_stage_keeps_one_node_however_many_leave_for_good() -> None:
     rates = ChurnSettings(departures_per_hour=50, crashes_per_hour=50, down_s=None)
     found = planned_faults(Scenario(replicas=(3, 5), churn=rates), seed=1)
