@@ -13,12 +13,12 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def one_or_more(given: Any) -> Any:
-    """Wraps a single string in a tuple, turns a list into a tuple, and leaves anything else as it is."""
-    return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+    """Wraps a single string in a tuple, turns a list into a tuple, None into (), and leaves anything else as it is."""
+    return (given,) if isinstance(given, str) else tuple(given or ()) if isinstance(given, list | None) else given
 
 
 OneOrMore = BeforeValidator(one_or_more)
-"""Validator for a list of strings: a single string stands for a list of one."""
+"""Validator for a list of strings: a single string stands for a list of one, null for an empty one."""
 
 
 def matching(pattern: str, form: str) -> AfterValidator:

@@ -168,6 +168,13 @@ def test_a_single_text_is_a_list_of_one() -> None:
     assert load(None, {}, ["data_files=[a.txt, b.txt]"])[1].data_files == ("a.txt", "b.txt")
 
 
+def test_null_takes_back_the_hours_of_a_file(tmp_path: Path) -> None:
+    """`none: always`, says the table, and where it says none, write null."""
+    path = tmp_path / "run.yaml"
+    path.write_text("limits: {hours: 22:00-07:00}\n")
+    assert load(path, {}, ["limits.hours=null"])[1].limits.hours == ()
+
+
 def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("outer:\n  alpha: 0.1\n  alpha: 0.2\nmodel:\n  config: {a: 1, a: 2}\nsteps: 1\nsteps: 2\n")
