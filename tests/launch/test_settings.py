@@ -168,6 +168,17 @@ def test_a_single_text_is_a_list_of_one() -> None:
     assert load(None, {}, ["data_files=[a.txt, b.txt]"])[1].data_files == ("a.txt", "b.txt")
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", '"::"', '"0:0:0:0:0:0:0:0"', '""'])
+def test_a_node_cannot_announce_that_it_is_everywhere(host: str) -> None:
+    """Its join address led everybody else to their own machine."""
+    key, shown = "listen.announce_host", repr(host.strip('"'))
+    assert faults(None, sets=[f"{key}={host}"]) == [
+        f"--set {key}: {key} must be a host that others can dial, not {shown}"
+    ]
+    for good in ("10.0.0.0", '"2001:db8::"', "0.example", '"::1"'):
+        load(None, {}, ["listen.host=0.0.0.0", f"listen.announce_host={good}"])
+
+
 def test_null_takes_back_the_hours_of_a_file(tmp_path: Path) -> None:
     """`none: always`, says the table, and where it says none, write null."""
     path = tmp_path / "run.yaml"
