@@ -167,8 +167,7 @@ def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tupl
     fresh = ec.generate_private_key(ec.SECP256R1())
     builder = _builder("leaf", "member", fresh.public_key(), begins, until)
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), False)
-    private = fresh.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return private, _pem(builder.sign(key, None))
+    return fresh.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), _pem(builder.sign(key, None))
 
 
 @functools.lru_cache(4096)
