@@ -13,7 +13,7 @@ class ListenSettings(Settings):
 
     host: str = "127.0.0.1"
     """Address to which the sockets are bound; `0.0.0.0` for all interfaces."""
-    announce_host: Annotated[str, matching("(?![0.:]+$).+", "a host that others can dial")] | None = None
+    announce_host: Annotated[str, matching("(?![0.:]+$).{1,200}", "a host to dial, up to 200 characters")] | None = None
     """Address or name at which others reach this node; none: that of the interface that leads to the peer it joins."""
     dht_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of the libp2p daemon; 0 picks one."""

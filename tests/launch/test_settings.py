@@ -168,12 +168,12 @@ def test_a_single_text_is_a_list_of_one() -> None:
     assert load(None, {}, ["data_files=[a.txt, b.txt]"])[1].data_files == ("a.txt", "b.txt")
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", '"::"', '"0:0:0:0:0:0:0:0"', '""'])
-def test_a_node_cannot_announce_that_it_is_everywhere(host: str) -> None:
-    """Its join address led everybody else to their own machine."""
+@pytest.mark.parametrize("host", ["0.0.0.0", '"::"', '"0:0:0:0:0:0:0:0"', '""', 201 * "a"])
+def test_a_node_announces_no_host_that_others_cannot_dial(host: str) -> None:
+    """Its join address led everybody else to their own machine, or its adverts became too large with time."""
     key, shown = "listen.announce_host", repr(host.strip('"'))
     assert faults(None, sets=[f"{key}={host}"]) == [
-        f"--set {key}: {key} must be a host that others can dial, not {shown}"
+        f"--set {key}: {key} must be a host to dial, up to 200 characters, not {shown}"
     ]
     for good in ("10.0.0.0", '"2001:db8::"', "0.example", '"::1"'):
         load(None, {}, ["listen.host=0.0.0.0", f"listen.announce_host={good}"])
