@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from noloco_p2p.config import NodeConfig
+from noloco_p2p.config import DirectorySettings, NodeConfig
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.lab.experiments.allreduce import Times, Wire, dice
@@ -98,7 +98,8 @@ def swarm(settings: Mapping[str, Any]) -> SimSwarm:
     # Under `balanced` the clock does not follow the median: all nodes do m steps per round.
     routing, outer = "balanced" if patient else "random", {"inner_steps": m, **waits}
     # A node that has finished stays until all others have pulled from it.
-    config = {"checkpoint": {"every_steps": None}, "directory": {"ttl_s": FOREVER_S}}
+    # Constructed, not validated, because settings do not allow adverts to live so long.
+    config = {"checkpoint": {"every_steps": None}, "directory": DirectorySettings.model_construct(ttl_s=FOREVER_S)}
     plan = SimPlan(
         timing_manifest(replicas, seed, steps=ROUNDS * m, routing=routing, outer=outer),
         replicas,

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from noloco_p2p.config import NodeConfig
+from noloco_p2p.config import DirectorySettings, NodeConfig
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
 from noloco_p2p.lab.experiments.results import Columns, plus_minus, select, table, value_range
@@ -108,7 +108,8 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
     """A swarm of one stage whose computing takes no time, over one outer round, which all replicas start together."""
     wire, bound, replicas = wire_of(settings), settings["regime"] == "bandwidth", (settings["nodes"],)
     outer = {"inner_steps": 1, "pairing": settings["pairing"], "partner_wait_s": FOREVER_S, "deadline_s": FOREVER_S}
-    directory = {"ttl_s": FOREVER_S, "refresh_s": FOREVER_S}
+    # Constructed, not validated, because settings do not allow adverts to live so long.
+    directory = DirectorySettings.model_construct(ttl_s=FOREVER_S, refresh_s=FOREVER_S)
     plan = SimPlan(
         timing_manifest(replicas, seed, steps=1, outer=outer),
         replicas,
