@@ -56,7 +56,7 @@ def invite_others(
     seconds = int(found[1]) * UNITS_S[found[2]]
     print(f"noloco-node --join {run_key.invite(dir, key, uses=uses, seconds=seconds, stage=stage)}")
     if not _is_running(dir):
-        print(f"the node in {dir} does not run: start it before others join", file=sys.stderr)
+        print(f"the node in {dir} is not running: start it before others join", file=sys.stderr)
 
 
 def revoke_peers(

@@ -7,13 +7,16 @@ from pydantic import Field
 from noloco_p2p.config.base import OneOrMore, Positive, Seconds, Settings, matching
 from noloco_p2p.core.hours import SPAN
 
+DialledHost = Annotated[str, matching("(?![0.:]+$).{1,200}", "a host of at most 200 characters that others can dial")]
+"""An address or name; with a longer one, an advert that lists checkpoints would be too large."""
+
 
 class ListenSettings(Settings):
     """Where this node listens, and what it announces."""
 
     host: str = "127.0.0.1"
     """Address to which the sockets are bound; `0.0.0.0` for all interfaces."""
-    announce_host: Annotated[str, matching("(?![0.:]+$).{1,200}", "a host to dial, up to 200 characters")] | None = None
+    announce_host: DialledHost | None = None
     """Address or name at which others reach this node; none: that of the interface that leads to the peer it joins."""
     dht_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of the libp2p daemon; 0 picks one."""

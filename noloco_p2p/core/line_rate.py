@@ -248,8 +248,7 @@ class MeasuredLine:
 
     def asks_for(self, asked: int) -> bool:
         """Whether to ask for another place while `asked` activations have asked for theirs or are being sent."""
-        body_s = self.up.seconds(("activation",))
-        return asked < MIN_ASKED or asked * body_s < ASKED_S
+        return asked < MIN_ASKED or asked * self.up.seconds(("activation",)) < ASKED_S
 
     def microbatch_s(self, *, first: bool, last: bool) -> float:
         """Seconds for which a microbatch occupies the busier direction: at the first stage, the last, or in between.

@@ -47,7 +47,7 @@ def eldest(replicas: Iterable[Advert]) -> Advert:
     return max(replicas, key=lambda a: (age(a), -a.fresh_round))
 
 
-def has_last(waiting: Advert, steps: int) -> bool:
+def has_last_step(waiting: Advert, steps: int) -> bool:
     """Whether a node that does not train yet lists a checkpoint of the last step."""
     return any(held.step >= steps for held in waiting.holds)
 

@@ -1,4 +1,5 @@
-"""How long an answer may take, learnt from recent ones, and how the time of a microbatch is divided among its hops.
+"""How long an answer may take, at most and as learnt from recent ones, and how the time of a microbatch is divided
+among its hops.
 
 Pure: durations come in, seconds go out; the caller holds the clock.
 """

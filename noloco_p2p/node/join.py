@@ -91,10 +91,10 @@ class Joining:
             self._report_missing(missing)
             return False
 
-        longest_s = 3 * node.config.directory.ttl_s if resume.has_last(node.advert, manifest.steps) else None
+        longest_s = 3 * node.config.directory.ttl_s if resume.has_last_step(node.advert, manifest.steps) else None
         while not await node.waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
-            if all(resume.has_last(a, manifest.steps) for a in self._swarm.members.all()):
-                return self._complete(f"nobody has come who has not done all {manifest.steps} steps, like this node")
+            if all(resume.has_last_step(a, manifest.steps) for a in self._swarm.members.all()):
+                return self._complete(f"this node has done all {manifest.steps} steps, and no other node lacks any")
         if node.advert.state == "waiting":
             node.enter("begin")
         reason: str | None = "every stage has enough nodes"

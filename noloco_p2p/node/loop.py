@@ -169,7 +169,7 @@ class Node:
     async def _train_first_stage(self) -> None:
         """Read microbatches, send each through the stages, and take the inner step when all of them are back."""
         node = self.state
-        if node.step >= node.manifest.steps and not self._rounds.lacks_rounds():  # it was told to leave in the last one
+        if node.step >= node.manifest.steps and not self._rounds.lacks_rounds():  # it had left before the last round
             await self._outer_round()
         while node.step < node.manifest.steps and not node.draining:
             if node.pausing:

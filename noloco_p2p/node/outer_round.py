@@ -170,7 +170,7 @@ class OuterRounds:
             if wait and not is_there:
                 idle_s = node.now() - began
                 node.event("idle", cause="partner", seconds=idle_s)
-            # Replicas that merge alone have no φ in common any more: after a restart all but one would be copies.
+            # Replicas that each merge alone no longer share φ: after a restart, all but one would become copies.
             if not (opened.pull.cancelled() and self._rule.common and not self._rule.gradients):
                 await self._merge(opened, pull)
         return idle_s

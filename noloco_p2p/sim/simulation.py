@@ -75,8 +75,7 @@ def costs_of(scenario: Scenario) -> tuple[Costs, ...]:
     """Device seconds of each stage."""
     compute = scenario.compute
     each = (compute.forward_s, compute.backward_s, compute.inner_step_s, compute.outer_s, compute.spread)
-    stages = range(len(scenario.replicas))
-    return tuple(Costs(*(of_stage(value, stage) for value in each)) for stage in stages)
+    return tuple(Costs(*(of_stage(value, stage) for value in each)) for stage in range(len(scenario.replicas)))
 
 
 def geography_of(scenario: Scenario, seed: int) -> Geography:

@@ -405,7 +405,7 @@ def test_who_invites_learns_that_nobody_is_there_to_join(
         invite_others(tmp_path)
     said = capsys.readouterr()
     assert said.out == "noloco-node --join ADDRESS\n"
-    assert said.err == ("" if running else f"the node in {tmp_path} does not run: start it before others join\n")
+    assert said.err == ("" if running else f"the node in {tmp_path} is not running: start it before others join\n")
 
 
 def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def test_a_node_announces_no_host_that_others_cannot_dial(host: str) -> None:
     """Its join address led everybody else to their own machine, or its adverts became too large with time."""
     key, shown = "listen.announce_host", repr(host.strip('"'))
     assert faults(None, sets=[f"{key}={host}"]) == [
-        f"--set {key}: {key} must be a host to dial, up to 200 characters, not {shown}"
+        f"--set {key}: {key} must be a host of at most 200 characters that others can dial, not {shown}"
     ]
     for good in ("10.0.0.0", '"2001:db8::"', "0.example", '"::1"'):
         load(None, {}, ["listen.host=0.0.0.0", f"listen.announce_host={good}"])

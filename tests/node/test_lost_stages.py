@@ -94,7 +94,7 @@ def test_a_node_of_a_finished_run_that_is_started_alone_says_so_and_ends(peer: P
     assert node.ended_at_s is not None
     assert node.ended_at_s < 3 * plan.config.directory.ttl_s + 2.0
     (*_, said) = [str(event.get("message")) for event in node.trace.of("info")]
-    assert said == "nobody has come who has not done all 20 steps, like this node: the run is complete"
+    assert said == "this node has done all 20 steps, and no other node lacks any: the run is complete"
     assert outcome.nodes[peer].step == node.step == 20
 
 

@@ -120,10 +120,12 @@ def announced_host(host: str, announce_host: str | None, join: Sequence[JoinAddr
     If it listens on a wildcard address, it announces this machine's address on the route to the first peer of `join` to
     which there is one; otherwise, as the first node of a run does, on the default route.
     """
-    if announce_host is None and (ip := ip_of(host)) is not None and ip.is_unspecified:
-        only = socket.AF_INET if ip.version == 4 else 0  # those sockets do not accept IPv6
+    if announce_host is not None:
+        return announce_host
+    if (ip := ip_of(host)) is not None and ip.is_unspecified:
+        only = socket.AF_INET if ip.version == 4 else 0  # a socket on 0.0.0.0 does not accept IPv6
         return local_host_towards(*(one.host for one in join), _NOWHERE, only=only)
-    return host if announce_host is None else announce_host
+    return host
 
 
 def from_here(host: str) -> str:

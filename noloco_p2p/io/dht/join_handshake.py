@@ -68,8 +68,11 @@ async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, 
 
 
 async def first_manifest(libp2p: Libp2pDaemon) -> tuple[bytes, float, float]:
-    """Ask the joined peers in turn, until one answers, for (manifest JSON, how far its clock is ahead of ours, give or
-    take how much, seconds). Raises as `fetch_manifest` if none does."""
+    """The run of the first joined peer that describes it: (manifest JSON, how far that peer's clock is ahead of ours,
+    give or take how much, seconds).
+
+    If none does, raises the error of one that answered, or else that of one that did not, as `fetch_manifest` does.
+    """
     failures, loop = list[PeerError](), asyncio.get_running_loop()
     for peer in libp2p.joined:
         before = loop.time()

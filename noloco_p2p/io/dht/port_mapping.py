@@ -86,8 +86,7 @@ class HomeRouter:
     async def end(self) -> None:
         """Remove the mappings, also one that is just being made."""
         try:
-            removing = asyncio.get_running_loop().run_in_executor(self._thread, self._remove)
-            await asyncio.wait_for(removing, END_S)
+            await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._thread, self._remove), END_S)
         except (Unreachable, TimeoutError) as error:
             log.info("the router still maps ports to this machine: %s", error)
 
