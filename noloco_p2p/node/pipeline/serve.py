@@ -173,7 +173,7 @@ class MicrobatchServer:
         call.task = None  # The traceback of its error refers to the call: such a cycle would keep the tensors alive.
 
     def _forget(self, key: AttemptKey, admitted: list[AttemptKey]) -> None:
-        """An attempt has left the intake, which `admitted` others instead."""
+        """An attempt has left the intake, which has `admitted` others in its place."""
         self._admit(admitted)
         del self._calls[key]
         self._report_gauges()
