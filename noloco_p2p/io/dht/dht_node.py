@@ -137,8 +137,7 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
 
     peers = [PeerID.from_base58(peer_id) for peer_id in linked]
     new = [peer for peer in peers if node.protocol.routing_table.get(peer_id=peer) is None]
-    places = await asyncio.gather(*map(node.protocol.call_ping, new))
-    return any(place is not None for place in places)
+    return any(place is not None for place in await asyncio.gather(*map(node.protocol.call_ping, new)))
 
 
 def forget_spares(node: Any) -> None:

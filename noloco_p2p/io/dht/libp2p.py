@@ -279,13 +279,14 @@ class Libp2pDaemon:
             if self.router is not None:  # searching for a router takes as long as the import, so do both
                 importing = asyncio.to_thread(importlib.import_module, "hivemind.p2p")
                 await asyncio.gather(self.router.try_map(self._address.port), importing)
+                if self.outside is None:
+                    self.router = None
             self.p2p = await p2p_daemon.start(self.identity, self._host, self._places, self.metrics_port)
         self.failed = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watched())
 
     async def _watched(self) -> None:
-        code = await self.p2p._child.wait()
-        self._death = f"the libp2p daemon (p2pd) has died ({p2p_daemon.how_it_ended(code)})"
+        self._death = f"the libp2p daemon (p2pd) has died ({p2p_daemon.how_it_ended(await self.p2p._child.wait())})"
         if not self.failed.done():
             self.failed.set_exception(LocalError(self._death))
             self.failed.exception()  # marks it as retrieved, because perhaps nobody ever awaits it

@@ -253,6 +253,27 @@ def test_a_port_that_others_found_shut_is_not_mapped_again_when_the_daemon_resta
     run(scenario)
 
 
+def test_a_router_that_mapped_nothing_is_not_asked_again_when_the_daemon_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node would announce a libp2p address that nobody outside has dialled, and map no gRPC port."""
+    mapped = list[tuple[str, int]]()
+
+    def silent() -> FoundRouter:
+        raise Unreachable("no router answers")
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as libp2p:
+            inside, libp2p.router = libp2p.join_addresses, HomeRouter()
+            for answering in (silent, lambda: FoundRouter("127.0.0.1", mapped)):
+                monkeypatch.setattr(port_mapping, "_router", answering)
+                await libp2p.restart()
+            assert libp2p.join_addresses == inside
+            assert mapped == []
+
+    run(scenario)
+
+
 def test_what_a_router_has_forgotten_is_mapped_again_at_the_next_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It restarts, does not answer for a while, and comes back with no mappings and another address."""
     mapped, answers, address = list[tuple[str, int]](), [True], ["11.1.1.12"]
