@@ -43,7 +43,7 @@ class Guardian:
         self._swarm = swarm
         self._transport = transport
         self._held: dict[int, Snapshot] = {}
-        self._last_asked: dict[int, tuple[int, int, bool]] = {}
+        self._last_asked: dict[int, tuple[int, int, float | None]] = {}
         """Stage → what `_signs` was when it last answered."""
         self._pulled: dict[int, tuple[float, float]] = {}
         """Wards that have been asked → when weights last arrived, and this node's step at that time. The first pull is
@@ -160,10 +160,11 @@ class Guardian:
             except PeerError as error:
                 node.event("warning", message=f"no copy of stage {stage} from {guardian.peer_id}: {error}")
 
-    def _signs(self, replicas: Sequence[Advert]) -> tuple[int, int, bool]:
-        """This node's outer round, the newest that the replicas announced, whether all pause. A change: look again."""
-        newest, paused = max(a.outer_round for a in replicas), all(a.state == "paused" for a in replicas)
-        return self._node.advert.outer_round, newest, paused
+    def _signs(self, replicas: Sequence[Advert]) -> tuple[int, int, float | None]:
+        """This node's outer round, the newest that the replicas announced, and if all pause, how far they have trained.
+        A change: look again."""
+        paused_at = max(a.step for a in replicas) if all(a.state == "paused" for a in replicas) else None
+        return self._node.advert.outer_round, max(a.outer_round for a in replicas), paused_at
 
     def _due(self, stage: int, replicas: Sequence[Advert]) -> int | None:
         """The round to ask for; None if there can be nothing new, or nothing is left to train.
@@ -172,7 +173,7 @@ class Guardian:
         """
         if all(a.state == "finished" for a in replicas):
             return None
-        mine, newest, paused = signs = self._signs(replicas)
+        mine, newest, paused_at = signs = self._signs(replicas)
         held = self._held.get(stage)
         have = held.round if held else 0
         if self._leaving(replicas):
@@ -180,7 +181,7 @@ class Guardian:
             if held and have > newest and held.step >= max(floor(a.step) for a in replicas):
                 return None
             # A replica that leaves is asked until it is gone; one that pauses, only once.
-            return None if paused and self._last_asked.get(stage) == signs else max(have, newest) + 1
+            return None if paused_at is not None and self._last_asked.get(stage) == signs else max(have, newest) + 1
         if stage in self._pulled and (self._node.now() < self._rests_until or (held and self._is_fresh(stage))):
             return None
         goal = max(mine, newest)

@@ -385,6 +385,17 @@ def test_a_paused_ward_is_asked_only_once_though_it_gives_no_newer_weights() -> 
     at(scenario)
 
 
+def test_a_ward_that_pauses_twice_within_a_round_is_asked_for_what_it_has_trained_between() -> None:
+    async def scenario(place: Place) -> None:
+        for step in (33, 37):
+            place.answers["w"] = snapshot("w", 4, step)
+            await place.sees(replace(place.advert("w", WARD, "paused"), step=step + 0.5))
+            assert place.holds == (Holding(WARD, 4, step),)
+            await place.sees(replace(place.advert("w", WARD), step=step + 0.5))
+
+    at(scenario)
+
+
 def test_of_replicas_that_leave_together_the_one_that_got_furthest_is_asked_until_it_gives_its_last_weights() -> None:
     """The last snapshots of all have the number of the next round."""
 
