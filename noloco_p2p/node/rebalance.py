@@ -30,8 +30,8 @@ class Rebalancer:
     def consider(self) -> None:
         """Announce a move, withdraw it, or start it."""
         node, manifest = self._node, self._node.manifest
-        if node.advert.state != "training" or node.draining:
-            self._held_up.clear()
+        if node.advert.state != "training" or node.draining or node.pausing:
+            self._held_up, self._readings = {}, 0
             return
         others = self._swarm.members.all()
         held_up = balance.HoldUp.among([*others, node.advert], self._swarm.members.doubted())

@@ -324,6 +324,7 @@ class Decisions:
             manifest=SimpleNamespace(steps=1000, stages=2, outer=SimpleNamespace(inner_steps=10)),
             index=0,
             draining=False,
+            pausing=False,
             rng=random.Random(1),
             now=lambda: self._now,
             event=lambda *_, **__: None,
@@ -388,6 +389,17 @@ def test_no_move_begins_before_the_mates_have_answered_since_the_last_reading() 
         assert [decisions.reading() for _ in range(5)] == [(1, [])] * 5
         wrong.clear()
     assert decisions.reading() == (1, [1])
+
+
+def test_no_move_begins_while_the_owner_waits_for_the_device() -> None:
+    """A move takes minutes of it, and the pause begins only after that."""
+    decisions = Decisions()
+    assert [decisions.reading() for _ in range(2)] == [(1, [])] * 2
+    decisions.node.pausing = True
+    assert [decisions.reading() for _ in range(3)] == [(1, [])] * 3
+    decisions.node.pausing = False
+    moves = [list(decisions.reading()[1]) for _ in range(2)]
+    assert moves == [[], [1]], "what the mates answered before the pause is out of date"
 
 
 def test_of_many_mates_the_same_few_must_answer_at_each_reading() -> None:
