@@ -71,9 +71,9 @@ class Joining:
         self._weights.show_own()
         # A node that was here before the run began starts with the others, unless it learns of that much later.
         goes_on = late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
-        if self._weights.own_of_stage():
+        if late or self._weights.own_of_stage():
             self._weights.withhold()
-        else:
+        if not self._weights.own_of_stage():
             await self._weights.open_data()
         # Nobody should wait for weights that this node will not have for a while, or take its initial weights.
         node.update(partner_from_round=agreement.NOT_YET if late else 0)

@@ -18,6 +18,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Checkpoint, Gradient, Header, Holding, PeerId
 from noloco_p2p.errors import Busy
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
+from noloco_p2p.node.restore import WeightRestorer
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import SimCheckpoints
@@ -159,6 +160,27 @@ def test_nobody_merges_the_initial_weights_of_a_node_that_still_loads_its_own(
     merged = [one.at_s for stage in recording_stages(outcome.nodes["s1r0"]) for one in stage.merged]
     assert any(h.at_s < came.at_s for h in outcome.nodes["s1r0"].trace.of("outer_round")), "they trained on meanwhile"
     assert min(merged) > came.at_s
+
+
+def test_nobody_merges_the_initial_weights_of_a_node_whose_data_take_long_to_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has lost its disk, and comes back before the other one has read that it no longer trains."""
+    plan = replace(plan_of((2, 1), outer={"rule": "gossip", "deadline_s": 3.0}), view_age_s=2.0)
+    swarm, opened = FaultySwarm(plan), WeightRestorer.open_data
+    swarm.at(4.0, lambda: swarm.bounce("s0r1", 0.1))
+    swarm.at(4.05, lambda: swarm.wipe("s0r1"))
+
+    async def slowly(self: WeightRestorer, checkpoint: Checkpoint | None = None) -> None:
+        await asyncio.sleep(6.0 if now_s() > 4.0 else 0.0)
+        await opened(self, checkpoint)
+
+    monkeypatch.setattr(WeightRestorer, "open_data", slowly)
+    outcome = check(swarm)
+    [came] = outcome.trace.of("resumed", "s0r1")
+    assert came.at_s > 10.0
+    merged = [one.at_s for stage in recording_stages(outcome.nodes["s0r0"]) for one in stage.merged]
+    assert not [at_s for at_s in merged if 4.0 < at_s < came.at_s]
 
 
 def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
