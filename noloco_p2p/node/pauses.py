@@ -75,8 +75,7 @@ class Pauses:
                 node.enter("stand still", "it finds out how far the others are")
             while slept_until != self._slept_until:
                 slept_until = self._slept_until
-                steps = 0 if await joining.catch_up() else self._trained[0]
-                self._trained = steps, node.now(), node.evaluated_s
+                self._trained = 0 if await joining.catch_up() else self._trained[0], node.now(), node.evaluated_s
             node.stand_still(False)
             if not node.draining:
                 node.enter("synced")

@@ -232,6 +232,7 @@ class NodeState:
     def go_on_at(self, step: float, inner_steps: int, partner_from_round: int) -> None:
         """Set the clock to that of newly adopted weights. Partners may pull from `partner_from_round` on."""
         self.inner_steps, self.taken_over = inner_steps, self.taken_over + 1
+        self.stepped_at = self.stepped_at and self.now()  # the time of their transfer is not part of an inner step
         self.update(step=min(float(self.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
 
     def finish_inner_step(self, result: StepResult, clocks: Iterable[float], line: MeasuredLine) -> None:

@@ -6,8 +6,11 @@ from typing import Any, cast
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.agreement import NOT_YET
+from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Advert, Holding, TensorSpec
+from noloco_p2p.core.stage_values import StepResult
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.sim import virtual_time
 
 HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
 
@@ -63,6 +66,25 @@ def test_who_enters_a_state_says_why_and_times_its_steps_only_in_training() -> N
             assert await asyncio.wait_for(woken, 5.0)
 
     asyncio.run(scenario())
+
+
+def test_the_time_of_a_copy_is_not_taken_for_that_of_an_inner_step() -> None:
+    """It made the node seem slow for dozens of steps."""
+
+    async def scenario() -> None:
+        node = Place().node
+        node.enter("pause")
+        node.enter("resume")
+        for copies_s in (0.0, 0.0, 600.0):
+            await asyncio.sleep(copies_s)
+            if copies_s:
+                node.go_on_at(11.0, 40, 4)
+            await asyncio.sleep(1.0)
+            node.finish_inner_step(StepResult(0, 0.0, 0, 0.0, 0.0), [], MeasuredLine())
+        assert list(node.step_seconds) == [1.0, 1.0, 1.0]
+        assert 1.0 <= node.advert.steps_per_s <= 3.0, "at first it was said to be 3"
+
+    virtual_time.run(scenario(), limit_s=1000)
 
 
 def test_as_many_places_as_fit_into_memory_within_the_owners_limit() -> None:
