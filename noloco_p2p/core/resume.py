@@ -135,7 +135,7 @@ def restore_sources(
     While the stage has a living replica, fresh weights are not an option, nor a guardian's until it is `late`. Of
     several lineages the one of the greatest age comes first.
     """
-    checkpoints = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
+    checkpoints = sorted(own, key=lambda h: (h.age, h.step), reverse=True)
     mates, guards = [a for a in others if a.stage == me.stage], _guards(me.stage, others)
     living = [a for a in mates if a.state in TRAINED]
     if living:

@@ -92,6 +92,12 @@ def test_a_checkpoint_of_an_earlier_lineage_comes_first_unless_the_others_have_t
     assert kinds(restore_sources(ME, others, held(1, round), STAGES))[0] == first
 
 
+def test_of_its_own_checkpoints_of_two_lineages_the_one_that_has_trained_for_more_rounds_comes_first() -> None:
+    """It began afresh while its disk could not be read."""
+    others, own = [*OTHERS, replace(advert("b", 1, round=20), fresh_round=18)], (*held(1, 12), Holding(1, 20, 200, 18))
+    assert kinds(restore_sources(ME, others, own, STAGES))[0] == ("shard", 12)
+
+
 def test_a_lost_stage_resumes_from_the_newest_weights_that_anybody_has() -> None:
     guards = [advert("f", 0, round=20, holds=held(1, 18)), advert("g", 2, round=20, holds=(*held(0, 19), *held(1, 19)))]
     assert kinds(restore_sources(ME, [*OTHERS, *guards], (), STAGES)) == [
