@@ -260,9 +260,9 @@ class Guardian:
         """Forget weights that are safe with others, and those of this node's own stage once it has trained ones."""
         node = self._node
         for stage in sorted(self._held):
-            taken = stage == node.index and node.advert.state in membership.HOLDING
-            if taken or (stage != node.index and self._is_safe(stage)):
+            if node.advert.state in membership.HOLDING if stage == node.index else self._is_safe(stage):
                 del self._held[stage]
+                self._last_asked.pop(stage, None)
         self._list_holdings()
 
     def _is_safe(self, stage: int) -> bool:

@@ -262,6 +262,19 @@ def test_what_is_held_is_kept_until_all_new_guardians_list_it() -> None:
     at(scenario)
 
 
+def test_a_ward_that_has_few_replicas_again_before_its_next_round_is_guarded_at_once() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD))
+        for _ in range(2):
+            await place.sees(*(place.advert(peer, WARD) for peer in "wxy"))
+        assert not place.holds
+        await place.sees(place.advert("w", WARD))
+        assert place.holds == (Holding(WARD, 3, 30),)
+
+    at(scenario)
+
+
 def test_what_is_held_is_kept_while_the_new_guardians_list_only_weights_that_began_afresh() -> None:
     async def scenario(place: Place) -> None:
         ward, names = place.advert("w", WARD), [f"p{i}" for i in range(40)]
