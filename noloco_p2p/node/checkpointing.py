@@ -125,9 +125,9 @@ class Checkpointer:
         return any(mine - resume.age(mate) <= max(resume.NEAR_ROUNDS, EVERY_STEPS // m) for mate in said if mate)
 
     def _is_guarded(self, held: Holding) -> bool:
-        """Whether a node that answers has weights of at least this age, or no guardian is left to pull them."""
+        """Whether a node that answers has weights at least as far trained, or no guardian is left to pull them."""
         inquiry, listed = self._swarm.inquiry, holders(held.stage, self._swarm.members.all())
-        asked = inquiry.few([a for a, theirs in listed if theirs.age >= held.age])
+        asked = inquiry.few([a for a, theirs in listed if (theirs.age, theirs.step) >= (held.age, held.step)])
         inquiry.ask(asked)
         return not self._guardians(held.stage) or bool(inquiry.answering(asked, membership.PRESENT))
 

@@ -282,6 +282,21 @@ def test_a_last_replica_leaves_once_a_guardian_that_answers_lists_its_weights() 
     at(scenario)
 
 
+def test_a_last_replica_hands_over_what_it_has_trained_since_a_pause_in_the_same_round() -> None:
+    """What it froze before the pause has the same number as its last weights."""
+
+    async def scenario(place: Place) -> None:
+        place.sees(place.guardian("g", Holding(0, 5, 11)))
+        leaving = asyncio.create_task(place.leaves())
+        await asyncio.sleep(2.0)
+        assert not leaving.done()
+        place.sees(place.guardian("g", Holding(0, 5, 12)))
+        await asyncio.sleep(1.0)
+        assert leaving.done()
+
+    at(scenario)
+
+
 def test_a_last_replica_whose_guardian_does_not_come_leaves_in_time() -> None:
     async def scenario(place: Place) -> None:
         place.sees(place.guardian())
