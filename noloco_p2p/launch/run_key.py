@@ -90,7 +90,7 @@ def trust_in(manifest: RunManifest) -> RunTrust | None:
 
 def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage: int | None) -> str:
     """A join address of the node, with an invitation to its run. Raises ConfigError, one line that says what to do."""
-    node_dir, manifest = _members_run(node_dir)
+    node_dir, manifest, _ = _members_run(node_dir)
     found = node_probe.read_endpoints(node_dir)
     if found is None or not found.join:
         raise ConfigError(f"no node has run in {node_dir}: give --dir the directory of the node that others will join")
@@ -113,9 +113,7 @@ def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyLis
     Refuses to expel that node itself: it would stop without telling others. The only issuer can thus not be expelled,
     which would end the run.
     """
-    node_dir, manifest = _members_run(node_dir)
-    trust = trust_in(manifest)
-    assert trust is not None
+    node_dir, manifest, trust = _members_run(node_dir)
     own = _certified(node_dir, trust)
     if own is not None and (it := next((peer for peer in peers if peer in (own[1].peer_id, own[1].issuer)), None)):
         why = f"{it} is the node of {node_dir} or has admitted it: that node would be expelled as well, and tell nobody"
@@ -130,8 +128,8 @@ def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyLis
     return revoked.held
 
 
-def _members_run(directory: Path) -> tuple[Path, RunManifest]:
-    """(directory of a node, manifest of its members-only run). For a swarm's directory, the node is its first one.
+def _members_run(directory: Path) -> tuple[Path, RunManifest, RunTrust]:
+    """(directory of a node, manifest and trust of its members-only run). A swarm's directory stands for its first node.
 
     Raises ConfigError if there is no node, if its run is open, or if the node was revoked, as far as it knows.
     """
@@ -145,7 +143,7 @@ def _members_run(directory: Path) -> tuple[Path, RunManifest]:
     _, own = _certified(node_dir, trust) or (b"", None)
     if own is not None and Revocations(trust, node_dir / REVOKED).names(own.peer_id, own.issuer):
         raise ConfigError(f"the node of {node_dir} was revoked: give --dir the directory of another node of the run")
-    return node_dir, manifest
+    return node_dir, manifest, trust
 
 
 def _root(node_dir: Path, key: Path | None, manifest: RunManifest) -> Ed25519PrivateKey:
@@ -245,11 +243,11 @@ async def of_node(
     await revocations.ask(libp2p, revoked, libp2p.joined)
     issuer = _issuer(home, trust, identity, revoked)
     chain = issuer.issue(identity.peer_id, "member") if issuer else _stored(home, revoked, trust, identity.peer_id)
-    if chain is None:
+    is_invited = any(address.invitation for address in libp2p.joined)
+    if chain is None or (is_invited and dht_time() < trust.membership(chain).begins):  # made by a clock that was ahead
         if not libp2p.joined:
             raise ConfigError("security.root_key: start a members-only run with --key FILE (see noloco key new)")
         chain = await admission.invited(libp2p, trust, "member", dht_time())
-
     keep = partial(run_files.write_whole, home / CERTIFICATE)
     credentials = Credentials(trust, identity, chain, keep, dht_time, revoked)
     records = MemberRecords(trust, revoked, lambda: credentials.chain)

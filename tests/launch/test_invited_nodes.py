@@ -299,7 +299,7 @@ def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:
 def test_an_invitation_names_a_stage_that_its_form_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = run_key.make(tmp_path / "root.key")
     run = SimpleNamespace(run_id="ab" * 32, stages=300, security=SimpleNamespace(root_key=public))
-    monkeypatch.setattr(run_key, "_members_run", lambda _: (tmp_path, run))
+    monkeypatch.setattr(run_key, "_members_run", lambda _: (tmp_path, run, None))
     monkeypatch.setattr(node_probe, "read_endpoints", lambda _: SimpleNamespace(join=["address"], dialled=True))
     (tmp_path / "issuer.pem").touch()
     text = run_key.invite(tmp_path, None, uses=1, seconds=HOUR_S, stage=254).removeprefix("address/invite/")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -20,13 +21,14 @@ from daemons import run as run_daemons
 from members import HOUR_S, RUN, Club
 from soak import soak
 
+from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.durable_files import write_whole
-from noloco_p2p.io.security import admission, certificates, invitations
+from noloco_p2p.io.security import admission, certificates, invitations, revocations
 from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import Invitation, UseBook
@@ -414,6 +416,33 @@ def test_a_certificate_from_a_fast_clock_is_replaced_once_the_clock_is_right(tmp
     assert said == [None, None]
     assert credentials.membership.begins <= club.now < credentials.renewal_at
     assert credentials.leaf()[1].endswith(credentials.chain)
+
+
+def test_an_invited_node_does_not_start_with_a_certificate_from_a_fast_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could connect to it until that certificate became valid, and it named its own ports as the reason."""
+    root = Ed25519PrivateKey.generate()
+    manifest = RunManifest(security=SecuritySettings(root_key=run_key.public_half(root)))
+    club = Club(tmp_path, manifest.run_id, root)
+    monkeypatch.setattr(run_key, "dht_time", lambda: club.now)
+    identity = Identity.open(tmp_path / "identity.key")
+    early = club.chain(identity.peer_id, now=club.now + certificates.DAY_S)
+
+    async def call(*_: object) -> bytes:
+        return club.chain(identity.peer_id)
+
+    def started(invited: str) -> float:
+        (tmp_path / run_key.CERTIFICATE).write_bytes(early)
+        libp2p = SimpleNamespace(joined=[JoinAddress("127.0.0.1", 1, ANN, invited)], call=call)
+        monkeypatch.setattr(revocations, "ask", AsyncMock())
+        coming = run_key.of_node(tmp_path, identity, None, manifest, cast(Libp2pDaemon, libp2p))
+        credentials = asyncio.run(coming).credentials
+        assert credentials is not None
+        return credentials.membership.begins
+
+    assert started(invitation(club).text) < club.now
+    assert started("") > club.now, "an issuer may still renew it"
 
 
 def test_a_certificate_from_an_issuer_with_a_fast_clock_is_not_adopted(tmp_path: Path) -> None:
