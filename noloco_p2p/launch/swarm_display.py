@@ -96,7 +96,8 @@ def _hanging_up() -> Iterator[None]:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with suppress(OSError):
-            print(f"error: standard output cannot be written: {error.strerror or error}; stopping", file=sys.stderr)
+            does = "going on without it" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "stopping"  # nohup
+            print(f"error: standard output cannot be written: {error.strerror or error}; {does}", file=sys.stderr)
         signal.raise_signal(signal.SIGHUP)
 
 

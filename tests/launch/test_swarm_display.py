@@ -1,9 +1,14 @@
 """The display of `noloco swarm`: one line of overall progress, and a table that fits the terminal."""
 
+import errno
 import io
+import os
+import signal
+import sys
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.launch import progress_line, swarm, swarm_display
 from noloco_p2p.launch.node_probe import MetricsReading, scrape
 from noloco_p2p.launch.settings import read
+from noloco_p2p.launch.stop_signals import stop_signals
 from noloco_p2p.launch.swarm import LocalSwarm
 from noloco_p2p.launch.swarm_display import (
     LIVE_INTERVAL_S,
@@ -185,6 +191,29 @@ def test_plain_output_prints_each_activity_once(capsys: pytest.CaptureFixture[st
     for doing in ("importing torch", "importing torch", "starting 2 nodes: 1 of 2", ""):
         display.show(rows, [], doing)
     assert capsys.readouterr().out.splitlines() == ["importing torch", "starting 2 nodes: 1 of 2", "0-0  starting"]
+
+
+@pytest.mark.usefixtures("minds_signals")
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_an_output_that_cannot_be_written_stops_the_swarm_only_if_the_message_says_so(
+    under_nohup: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under nohup, which ignores hangups, the swarm went on after `stopping`."""
+
+    def fail(text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if under_nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    display = Display(8, plain=True)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=fail))
+    with stop_signals() as heard:
+        display.say("a line")
+    assert heard == ([] if under_nohup else [signal.SIGHUP])
+    what = "going on without it" if under_nohup else "stopping"
+    said = f"error: standard output cannot be written: No space left on device; {what}\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(("term", "rewrites"), [("dumb", False), ("unknown", False), ("xterm", True), (None, True)])
