@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -225,25 +225,24 @@ class LocalSwarm:
         self._display.show(list(map(row, self._nodes)), [], f"{left} of {len(self._nodes)} nodes have left")
 
     def _exit_code(self, completed: bool) -> int:
+        """The exit code; standard error says what went wrong. A signal after the end of a completed run is too late."""
+        code, lines = 0 if completed and not self._cut_off else 1, list[str]()
         if self._failed is not None:
-            code = self._failed.exit_code or 1
-            how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-            print(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", file=sys.stderr)
-            for line in self._failed.last_lines(LOG_LINES):
-                print(f"  {line}", file=sys.stderr)
-        if self._signals:
-            return 128 + self._signals[0]
-        if self._failed is not None:
-            return 2 if self._failed.exit_code == 2 else 1
-        if self._cut_off:
-            print("error: the relay of --link died, so no node could reach another", file=sys.stderr)
-            return 1
-        if not self._saved:
-            why = "the last weights of a stage could not be saved; the logs of its nodes say why"
-            print(f"error: {why}: fix that, then start again with this --dir", file=sys.stderr)
-        elif not completed:
-            print("error: a node left before the end of the run; see the logs", file=sys.stderr)
-        return 0 if completed else 1
+            found = self._failed.exit_code or 1
+            how = f"ended with exit code {found}" if found > 0 else f"was killed by signal {-found}"
+            lines = [f"error: node {self._failed.name} {how}; the end of {self._failed.log}:"]
+            lines += [f"  {line}" for line in self._failed.last_lines(LOG_LINES)]
+            code = 2 if found == 2 else 1
+        elif code != 0 and not self._signals:
+            cut_off = "the relay of --link died, so no node could reach another"
+            early = "a node left before the end of the run; see the logs"
+            unsaved = "the last weights of a stage could not be saved; the logs of its nodes say why: fix that, then"
+            unsaved += " start again with this --dir"
+            lines = [f"error: {cut_off if self._cut_off else early if self._saved else unsaved}"]
+        with suppress(OSError):  # the summary is still to be written
+            for line in lines:
+                print(line, file=sys.stderr)
+        return 128 + self._signals[0] if self._signals and not completed else code
 
 
 def run_swarm(
@@ -287,10 +286,10 @@ def run_swarm(
         watched = nullcontext() if start_tracking is None else start_tracking(run_dir, m.model_dump(mode="json"))
         with watched, stop_signals() as signals:
             code = LocalSwarm(plan, run_dir, resumed, display, signals, link).run()
-        if signals:
+        if signals and code != 0:
             display.say(f"continue with: noloco swarm --dir {shlex.quote(str(run_dir))}")
         elif code == 0:
-            if sample:
+            if sample and not signals:
                 display.say("importing torch for a sample of the model (--no-sample skips it)")
                 print("\n".join(swarm_end.sample_lines(run_dir)))
             swarm_end.say_what_next(run_dir, display.say)

@@ -1,5 +1,6 @@
 """`noloco swarm` with real node processes: it trains, and leaves nothing behind, however it ends."""
 
+import errno
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from noloco_p2p.io.storage import checkpoint_format
 from noloco_p2p.launch import node_probe, node_process, run_files
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.stop_signals import stop_signals
-from noloco_p2p.launch.swarm import LocalSwarm
+from noloco_p2p.launch.swarm import LocalSwarm, run_swarm
 from noloco_p2p.launch.swarm_display import Display
 from noloco_p2p.launch.swarm_plan import make_plan
 from noloco_p2p.observe.report.page import render
@@ -242,7 +243,7 @@ def test_a_node_that_failed_is_reported_even_if_somebody_then_stops_the_others(
 ) -> None:
     """Ctrl-C while the other nodes finished their work left nothing but the exit code 130: no node, no reason."""
     failed = SimpleNamespace(name="0-1", exit_code=1, log="run/0-1.log", last_lines=lambda count: ["no space left"])
-    launcher = SimpleNamespace(_signals=[signal.SIGINT], _failed=failed)
+    launcher = SimpleNamespace(_signals=[signal.SIGINT], _failed=failed, _cut_off=False)
     assert LocalSwarm._exit_code(cast(LocalSwarm, launcher), False) == 130
     assert capsys.readouterr().err == (
         "error: node 0-1 ended with exit code 1; the end of run/0-1.log:\n  no space left\n"
@@ -443,6 +444,52 @@ def test_a_disk_that_is_full_at_the_end_hides_neither_the_figures_nor_the_node_t
     said = capsys.readouterr()
     assert "not completed after 0 s: 0 inner steps, 0 outer rounds" in said.out
     assert "error: node 0-0 ended with exit code 1" in said.err
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run with one node that has taken all its steps and ended, which no launcher starts again."""
+    for name in ("_start", "_leave"):
+        monkeypatch.setattr(LocalSwarm, name, lambda swarm: None)
+    monkeypatch.setattr(node_process.NodeProcess, "exit_code", 0)
+    (tmp_path / "0-0").mkdir()
+    (tmp_path / "swarm.lock").touch()
+    (tmp_path / "0-0" / "summary.json").write_text(json.dumps(ENDED))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("minds_signals")
+def test_a_signal_after_a_completed_run_does_not_tell_to_continue_it(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C while the summary was written: exit code 130, and a command that then refused the finished run."""
+    store = run_files.store_unless_less
+
+    def interrupted(*given: Any) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return store(*given)
+
+    monkeypatch.setattr(run_files, "store_unless_less", interrupted)
+    given = read(None, {}, ["stages=1", "start_replicas=1", "checkpoint.every_steps=null"])
+    assert run_swarm(given, ended, None, plain=True) == 0
+    assert json.loads((ended / "summary.json").read_text())["completed"] is True
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [f"summary: {ended}/summary.json", f"report    noloco report {ended} --out {ended}/report.html"]
+
+
+def test_a_failure_that_cannot_be_told_does_not_lose_the_summary(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a full disk behind standard error there was no summary.json, and the exit code was that of another error."""
+
+    def fail(text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(node_process.NodeProcess, "exit_code", 1)
+    plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
+    swarm = LocalSwarm(plan, ended, None, Display(8, plain=True), [], None)
+    swarm._must_end()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=fail))
+    assert swarm.run() == 1
+    assert json.loads((ended / "summary.json").read_text())["completed"] is False
 
 
 def test_a_malformed_link_is_refused_before_anything_is_created(tmp_path: Path) -> None:
