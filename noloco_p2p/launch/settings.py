@@ -186,6 +186,8 @@ def in_words(key: Key, error: dict[str, Any]) -> str:
         return f"{name} must be a number, text, true, false, null, or a list of them"
     if kind == "value_error":
         return str(context.get("error", error["msg"]))
+    if kind == "json_invalid":
+        return "a value is not UTF-8 text; it may begin with the name of the current directory"
     limit = next((f"{words} {context[limit]}" for limit, words in LIMITS.items() if limit in context), None)
     wanted = limit or WANTED.get(kind.split("_")[0])
     value = "" if isinstance(error.get("input"), dict) else f", not {error.get('input')!r}"

@@ -186,6 +186,14 @@ def test_null_takes_back_the_hours_of_a_file(tmp_path: Path) -> None:
     assert load(path, {}, ["limits.hours=null"])[1].limits.hours == ()
 
 
+def test_a_value_that_is_not_utf_8_is_explained() -> None:
+    """Such as data files below a directory whose name is not UTF-8. The message was `: Invalid JSON: lone …`."""
+    with pytest.raises(
+        ConfigError, match=r"^a value is not UTF-8 text; it may begin with the name of the current directory$"
+    ):
+        settings.read(None, {}, ['data_files="/a/\\udcff"']).node()
+
+
 def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("outer:\n  alpha: 0.1\n  alpha: 0.2\nmodel:\n  config: {a: 1, a: 2}\nsteps: 1\nsteps: 2\n")
