@@ -460,20 +460,22 @@ def test_other_connections_carry_a_reply_that_comes_instead_of_the_grant() -> No
 
 def test_a_body_has_left_once_all_calls_have_sent_their_part() -> None:
     async def scenario() -> None:
-        slow, gone, left = asyncio.Event(), asyncio.Event(), list[bool]()
-        asyncio.get_running_loop().call_later(0.01, slow.set)
+        last_has_ended, gone, left = asyncio.Event(), asyncio.Event(), list[bool]()
 
         async def wait(message: bytes) -> None:
-            await slow.wait()
+            await last_has_ended.wait()
+
+        async def end(message: bytes) -> None:
+            if message == NO_MORE:
+                last_has_ended.set()
 
         def leave() -> None:
-            left.append(slow.is_set())
+            left.append(slow.written != [])
             gone.set()
 
-        first, last = Scripted(to_grant(0), gone, *replies()), Scripted(asyncio.Event())
-        await exchanged(
-            first, Scripted(asyncio.Event(), write=wait), last, claim=replace(ALONE, left=leave), at_once=False
-        )
+        first = Scripted(to_grant(0), gone, *replies())
+        slow, last = Scripted(asyncio.Event(), write=wait), Scripted(asyncio.Event(), write=end)
+        await exchanged(first, slow, last, claim=replace(ALONE, left=leave), at_once=False)
         assert left == [True]
         assert len(last.written) > 1
 
