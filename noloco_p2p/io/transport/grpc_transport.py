@@ -189,13 +189,13 @@ class GrpcTransport:
             others = channel.at_most(self.line.connections(peer.peer_id, size, comes=True)) - 1
             fetched = Fetched(reader.feed, f"{what} came from {peer.peer_id}")
             reading = partial(self._line.receiver, first_at_once=True, held=fetched.held)
-            stripe = (what, left_s, lambda call: (self._line.sender(call.write), due(reading(call.read))))
+            stripe = (what, left_s, lambda call: (self._line.sender(call.write), reading(due(call.read))))
             number, further = self._further_calls(peer, others, stripe)
             request = reader.request(number)
             self._line.charge(sent=request.ByteSize(), received=0)
             call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata())
-            read = reading(call.read)
-            result, took_s = await fetched.within(call, further, (read, due(read)), (first_s, SILENCE_S, rest_s))
+            reads = reading(call.read), reading(due(call.read), first_at_once=False)
+            result, took_s = await fetched.within(call, further, reads, (first_s, SILENCE_S, rest_s))
         self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
         return result, took_s
 

@@ -2,23 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
+import grpc.aio
 import pytest
+from transport_fixture import advert, tensor, transport
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, CAPPED_MESSAGE_S, HELD_S, SHARE, Precedence
 from noloco_p2p.core.line_rate import CONNECTIONS, MIN_MESSAGE_BYTES
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.timeouts import SILENCE_S
 from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.transport import weights_codec
 from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine
 from noloco_p2p.io.transport.exchange import Fetched
 from noloco_p2p.io.transport.servicer import GrpcServicer
-from noloco_p2p.io.transport.slow_transfers import Silent
+from noloco_p2p.io.transport.slow_transfers import STATE_RESERVE_S, Silent
 from noloco_p2p.io.transport.stripes import Duplex
 from noloco_p2p.sim.virtual_time import run
 
@@ -215,3 +219,28 @@ def test_a_fetch_delayed_by_this_nodes_own_line_continues_and_a_silent_one_is_gi
             task.cancel()
 
     run(scenario(), limit_s=600.0)
+
+
+def test_weights_that_are_late_because_this_nodes_own_line_is_full_are_not_given_up() -> None:
+    """They are due at an even rate, but bodies fill the line for longer than the peer may fall behind."""
+    sent, full_s = Snapshot("B", 4, 40, (tensor("weights", "float32", (1 << 18,)),)), 1.1 * STATE_RESERVE_S
+
+    async def scenario() -> None:
+        mine = transport("A", limits=LimitSettings(download_mbit_per_s=MBIT_PER_S))
+        messages = weights_codec.to_snapshot(sent, mine._line.wanted_bytes)
+
+        async def read() -> Any:
+            await asyncio.sleep(0.01)
+            return next(messages, grpc.aio.EOF)
+
+        call = SimpleNamespace(read=read, cancel=lambda: None)
+        channel = SimpleNamespace(fetch=lambda *_, **options: call, at_most=lambda connections: connections)
+        mine._calling = lambda *_, **options: nullcontext((channel, 1000.0))  # type: ignore[method-assign,assignment]
+        mine.line.answered("B", 0.0)
+        mine._line.charge(sent=0, received=int(full_s * MBIT_PER_S * BYTES_PER_MBIT))
+        request, expected = SnapshotRequest(1, 4, 0.0, "float32"), tuple(one.spec for one in sent.tensors)
+        fetched = await mine.fetch_snapshot(advert("127.0.0.1:1"), request, 900.0, expected)
+        assert [one.data for one in fetched.tensors] == [one.data for one in sent.tensors]
+        assert asyncio.get_running_loop().time() > STATE_RESERVE_S
+
+    run(scenario(), limit_s=200.0)
