@@ -16,7 +16,6 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import ChannelPool
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.grpc_errors import translated_errors
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 
 ANSWER_S = 3.0
@@ -57,10 +56,9 @@ class LinkProbe:
         took: list[float] = []
         for number in range(calls + 1):
             async with self._channels.acquire(peer, ANSWER_S) as channel:
-                describe = NodeStub(channel.channel).Describe
                 with translated_errors(peer.peer_id, "description", ANSWER_S, clock() + ANSWER_S):
                     began = clock()
-                    await describe(pb.DescribeRequest(), timeout=ANSWER_S, metadata=self._metadata)
+                    await channel.send_whole("Describe", b"", timeout=ANSWER_S, metadata=self._metadata)
             if number:
                 took.append(clock() - began)
         return statistics.median(took)

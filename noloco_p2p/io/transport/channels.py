@@ -71,10 +71,10 @@ class PeerChannel:
     calls: int = 0
     """Calls in flight."""
 
-    def send_whole(self, method: str, message: bytes, **options: Any) -> Any:
-        """Call Propagate or Evaluate with an activation and a reply of one message each, which is half the work of a
-        stream; or Warm with filler."""
-        return self.channel.unary_unary(f"{SERVICE}/{method}")(message, **options)
+    async def send_whole(self, method: str, message: bytes, **options: Any) -> bytes:
+        """Call a method with one message, and return the one of the reply, which is empty if none came: Propagate and
+        Evaluate with half the work of a stream, Warm, Progress or Describe."""
+        return await self.channel.unary_unary(f"{SERVICE}/{method}")(message, **options) or b""
 
     def send_stream(self, method: str, **options: Any) -> Any:
         """Call Propagate, Evaluate or Stripe with any number of messages in each direction."""

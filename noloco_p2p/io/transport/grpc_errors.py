@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
@@ -29,6 +30,8 @@ def translated_errors(peer: PeerId, what: str, seconds: float, give_up_at: float
             raise
         # gRPC cancelled the call, but nobody cancelled this task: the connection was closed during the call.
         raise Unreachable(f"the call to {peer} ended while it was waiting for a {what}") from None
+    except DecodeError:
+        raise Violation(f"the {what} from {peer} cannot be read") from None
     except (asyncio.InvalidStateError, grpc.aio.UsageError):
         raise Unreachable(f"the connection to {peer} was closed before the {what} arrived") from None
 

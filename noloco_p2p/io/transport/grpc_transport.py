@@ -36,7 +36,6 @@ from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
 from noloco_p2p.io.transport.exchange import Fetched, SentActivation
 from noloco_p2p.io.transport.filler import Warming
 from noloco_p2p.io.transport.grpc_errors import translated_errors
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.stripes import Duplex, StripeCall
@@ -128,10 +127,11 @@ class GrpcTransport:
         """Ask how far the peer is with each microbatch. Raises the same errors as `propagate`."""
         request = pb.ProgressRequest(microbatches=[pb.MicrobatchId(**one._asdict()) for one in microbatches])
         async with self._calling(peer, "report of progress", timeout_s, control=True) as (channel, seconds):
-            began = asyncio.get_running_loop().time()
-            reply = await NodeStub(channel.channel).Progress(request, timeout=seconds, metadata=self._metadata())
+            sent, began = request.SerializeToString(), asyncio.get_running_loop().time()
+            raw = await channel.send_whole("Progress", sent, timeout=seconds, metadata=self._metadata())
             self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
-        self._line.charge(sent=request.ByteSize(), received=reply.ByteSize())
+            reply = pb.ProgressReply.FromString(raw)
+        self._line.charge(sent=len(sent), received=len(raw))
         return message_codec.from_progress(reply, len(microbatches))
 
     async def fetch_snapshot(
@@ -202,11 +202,11 @@ class GrpcTransport:
     async def describe(self, peer: Advert, seconds: float = DESCRIBE_S) -> NodeDescription:
         """See `ports.Transport`; takes at most 5 s, or `seconds`."""
         async with self._calling(peer, "description", seconds, control=True) as (channel, left_s):
-            describe, began = NodeStub(channel.channel).Describe, asyncio.get_running_loop().time()
-            reply = await describe(pb.DescribeRequest(), timeout=left_s, metadata=self._metadata())
+            began = asyncio.get_running_loop().time()
+            raw = await channel.send_whole("Describe", b"", timeout=left_s, metadata=self._metadata())
             self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
-        self._count(direction="in", kind="control", bytes=reply.ByteSize())
-        said = message_codec.from_description(reply)
+            self._count(direction="in", kind="control", bytes=len(raw))
+            said = message_codec.from_description(pb.DescribeReply.FromString(raw))
         if (said.peer_id, said.run_id) != (peer.peer_id, self._links.run_id):
             raise Violation(f"another node or run answers for {peer.peer_id}")
         return said

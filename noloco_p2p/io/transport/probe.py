@@ -6,10 +6,8 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import PeerError
 from noloco_p2p.io.security.certificates import Role
 from noloco_p2p.io.transport import callers
-from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.channels import OPTIONS, connect
+from noloco_p2p.io.transport.channels import OPTIONS, SERVICE, connect
 from noloco_p2p.io.transport.grpc_errors import translated_errors
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links, target
 
 
@@ -24,10 +22,9 @@ async def probe(address: str, peer_id: PeerId, links: Links, timeout_s: float, r
         async with asyncio.timeout(timeout_s):
             if (reason := await connect(channel, timeout_s)) is not None:
                 return reason
-            call = NodeStub(channel).Describe(pb.DescribeRequest(), timeout=timeout_s, metadata=callers.metadata())
             give_up_at = asyncio.get_running_loop().time() + timeout_s
             with translated_errors(peer_id, "description", timeout_s, give_up_at):
-                await call
+                await channel.unary_unary(f"{SERVICE}/Describe")(b"", timeout=timeout_s, metadata=callers.metadata())
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
     except PeerError as error:

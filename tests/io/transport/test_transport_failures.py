@@ -40,13 +40,14 @@ from transport_fixture import (
 
 from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
-from noloco_p2p.io.transport import channels, grpc_transport, message_codec, peer_links
+from noloco_p2p.io.transport import channels, grpc_transport, message_codec, peer_links, service
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.exchange import SentActivation
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.probe import probe
+from noloco_p2p.io.transport.servicer import GrpcServicer
 from noloco_p2p.io.transport.slow_transfers import Patience
 from noloco_p2p.ports import ALONE, Body
 
@@ -408,6 +409,31 @@ def test_a_wrong_gradient_is_the_peers_violation(
             assert not caught.value.ours
 
     run(scenario())
+
+
+@pytest.mark.parametrize("reply", [b"\xff\xff", None])
+@pytest.mark.parametrize("method", ["describe", "progress", "propagate", "evaluate"])
+def test_a_reply_that_cannot_be_read_or_none_at_all_is_the_peers_violation(
+    method: str, reply: bytes | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was an error of this node's own, and ended the node."""
+
+    async def answer(*arguments: Any) -> None:
+        if reply is not None:
+            await arguments[-2].write(reply)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(service, "_asked", answer)
+        monkeypatch.setattr(GrpcServicer, "serve_activation", answer)
+        async with pair(Node(hang)) as both:
+            sent = activation()
+            asked = {"describe": (), "progress": ([sent.header.microbatch], 10.0)}.get(method, (sent,))
+            with pytest.raises(Violation) as caught:
+                await getattr(both.a, method)(both.peer, *asked)
+            assert not caught.value.ours
+
+    run(scenario())
+    assert not logged(caplog)
 
 
 def test_a_bug_in_the_handler_reaches_the_caller_as_declined() -> None:
