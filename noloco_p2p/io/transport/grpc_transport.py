@@ -110,8 +110,8 @@ class GrpcTransport:
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
         """Send an activation and wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
-        reader = GradientReader(activation)
-        gradient = await self._exchange(peer, "Propagate", "gradient", activation, claim, reader.feed)
+        with closing(GradientReader(activation)) as reader:
+            gradient = await self._exchange(peer, "Propagate", "gradient", activation, claim, reader.feed)
         self._count(direction="in", kind="gradient", bytes=gradient.grad.data.nbytes)
         self.line.down.carries("gradient", gradient.grad.data.nbytes)
         return gradient

@@ -39,6 +39,11 @@ class ReplyReader(Generic[ReplyMessage, V]):
         message_codec.feed(self._assembler, frames)
         return self._finish(self._assembler.finish()) if self._assembler.complete else None
 
+    def close(self) -> None:
+        """Free what has arrived, although a cancelled task still refers to it until the next garbage collection."""
+        if self._assembler is not None:
+            self._assembler.discard()
+
     def _begin(self, message: ReplyMessage) -> tuple[TensorSpec, ...]:
         """Check and keep the header in the first message; returns the tensors due. Raises Violation, Declined."""
         raise NotImplementedError

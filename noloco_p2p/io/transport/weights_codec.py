@@ -86,11 +86,6 @@ class WeightsReader(ReplyReader[ReplyMessage, V]):
         """The request of the next call, whose reply is fed from its beginning; `stripe`: the number of its stripes."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Free what has arrived, although a cancelled task still refers to it until the next garbage collection."""
-        if self._assembler is not None:
-            self._assembler.discard()
-
 
 class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
     """Assembles a snapshot with exactly the `expected` tensors."""

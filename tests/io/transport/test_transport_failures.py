@@ -1,6 +1,7 @@
 """Failures of the gRPC transport: each is one error, is raised soon, and leaves nothing behind."""
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Callable
@@ -104,6 +105,32 @@ def test_a_cancelled_caller_cancels_the_handler_and_frees_its_buffers(
             assert await both.a.describe(both.peer), "the connection stays open"
 
     run(scenario())
+
+
+@pytest.mark.parametrize("end", ["cancelled", "lost"])
+def test_a_gradient_that_breaks_off_is_freed_at_once(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the call, and a cancelled task, refer to all frames until the next garbage collection."""
+    made = watched_buffers(monkeypatch)
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            sending = asyncio.create_task(both.a.propagate(both.peer, activation(LARGE)))
+            while len(made) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            if end == "cancelled":
+                sending.cancel()
+            else:
+                await asyncio.gather(*(one.channel.close() for one in both.a._channels._open))
+            await asyncio.wait([sending])
+            assert sending.cancelled() or isinstance(sending.exception(), Unreachable)
+            assert made[2]() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(scenario())
+    finally:
+        gc.enable()
 
 
 def test_a_peer_that_stops_is_unreachable_at_once() -> None:
