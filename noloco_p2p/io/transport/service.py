@@ -104,7 +104,7 @@ def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awa
                 async with servicer.links.called(context):
                     await method(caller, context, held)
             except Unreachable as error:
-                await servicer.callers.give_up(context, error)
+                await servicer.callers.give_up(context, error.with_traceback(None))
 
         try:
             caller = Caller.of(context, servicer.links.own())

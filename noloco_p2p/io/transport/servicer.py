@@ -87,8 +87,7 @@ class GrpcServicer:
             await callers.refuse(self._line.sender(Patience().writing(context.write)), pb.Reply, error)
             await self.callers.drain(claimed, context)
             return
-        header = incoming.header
-        reply = _Reply(caller.name, header.microbatch)
+        reply = _Reply(caller.name, incoming.header.microbatch)
         self._replies[reply] = None
         held.callback(self._replies.pop, reply, None)
         takes_turns = parts[1] == "gradient" and not incoming.whole
@@ -99,12 +98,13 @@ class GrpcServicer:
         except Unread:
             del self._replies[reply]  # A caller that asks for progress then learns that the reply is lost.
             raise
-        except grpc.aio.BaseError:
+        except grpc.aio.BaseError as error:
             # gRPC could not write, so a connection to the caller is broken.
+            error.with_traceback(None)  # The traceback's frames hold the reply.
             if incoming.stripes is not None:
                 raise Unreachable("a connection that carried the reply was lost") from None
             return
-        self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
+        self._line.measured.down.carries("activation", sum(spec.nbytes for spec in incoming.header.specs))
         if not incoming.complete:
             await self.callers.drain(claimed, context)
 

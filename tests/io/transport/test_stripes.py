@@ -1,6 +1,7 @@
 """A body and its reply over several connections at once: complete in any distribution, failed if one is lost."""
 
 import asyncio
+import gc
 import itertools
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -1297,3 +1298,32 @@ def test_calls_without_stripes_do_not_exclude_each_other_and_accept_none() -> No
             assert await striped.of("A", stripes.to_stripe(0)) is None
 
     run(story())
+
+
+def test_a_reply_whose_connection_is_lost_is_freed_before_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC may take ten seconds to end the call, and the errors refer to each other until the next collection."""
+    made, freed, give_up = watched_buffers(monkeypatch), list[bool](), callers.Callers.give_up
+
+    async def is_lost(carrying: Stripes, messages: Any, write: Any) -> None:
+        raise grpc.aio.InternalError("gRPC cannot write")
+
+    async def noted(served: callers.Callers, context: Any, error: Any) -> None:
+        freed.append(made[0]() is None)
+        await give_up(served, context, error)
+
+    monkeypatch.setattr(Stripes, "reply", is_lost)
+    monkeypatch.setattr(callers.Callers, "give_up", noted)
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            is_far(both)
+            with pytest.raises(Unreachable):
+                await both.a.propagate(both.peer, activation(LARGE))
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(scenario())
+    finally:
+        gc.enable()
+    assert freed == [True]
