@@ -47,8 +47,7 @@ class Muon(torch.optim.Optimizer):
             assert gradient is not None
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix)
-            momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
-            nesterov.append(gradient.lerp(momentum, MOMENTUM))
+            nesterov.append(gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM), MOMENTUM))
         directions = orthogonal(torch.stack(nesterov), precision(batch[0]))
         del nesterov
         for matrix, direction in zip(batch, directions, strict=True):

@@ -173,8 +173,7 @@ class OuterState:
 
     def _empty(self, count: int) -> Tensor:
         """A tensor where rounds are computed; in pinned memory if θ is elsewhere."""
-        pinned = self._place != self._device
-        return torch.empty(count, dtype=self._dtype, device=self._place, pin_memory=pinned)
+        return torch.empty(count, dtype=self._dtype, device=self._place, pin_memory=self._place != self._device)
 
     def _own(self, name: str, theta_frozen: Tensor) -> dict[str, Tensor]:
         own = {kind: named[name] for kind, named in self.kinds.items()} | {"fast": theta_frozen}

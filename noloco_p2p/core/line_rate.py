@@ -243,8 +243,7 @@ class MeasuredLine:
             return 0
         round_trip_s, body_s = self.round_trip_s(peer) or 0.0, nbytes / rate if rate else 0.0
         longest_s = max(round_trip_s / 3, min(round_trip_s, body_s / 2))
-        fit = (each for each in FILLER_BYTES if not rate or peers * connections * each / rate <= longest_s)
-        return next(fit, 0)
+        return next((n for n in FILLER_BYTES if not rate or peers * connections * n / rate <= longest_s), 0)
 
     def asks_for(self, asked: int) -> bool:
         """Whether to ask for another place while `asked` activations have asked for theirs or are being sent."""

@@ -7,6 +7,7 @@ Formats: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 import fcntl
 import functools
 import os
+import time
 from pathlib import Path
 
 import base58
@@ -20,6 +21,8 @@ from noloco_p2p.io.durable_files import make_folders, write_whole
 KEY = "identity.key"
 """Name of the key file in a node's directory."""
 SIGNATURE_BYTES = 64
+LOOK_S = 1.0
+"""Longest time for which processes that only look whether a node runs can keep it from starting, seconds."""
 _KEY_PREFIX = bytes.fromhex("08011240")
 """Start of libp2p's PrivateKey message: type 1 (Ed25519), 64 bytes of data. Seed and public key (32 each) follow."""
 _ID_PREFIX = bytes.fromhex("002408011220")
@@ -111,13 +114,21 @@ def locked(path: Path) -> int | None:
 
     The lock ends with the process, however that ends, and is not inherited. Raises OSError.
     """
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
+    lock, give_up_at = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + LOOK_S
+    while not _try_lock(lock, fcntl.LOCK_EX):
+        # Whoever only looks whether a node runs (launch/node_probe) holds a shared lock, for a moment.
+        if not _try_lock(lock, fcntl.LOCK_SH) or time.monotonic() > give_up_at:
+            os.close(lock)
+            return None
     return lock
+
+
+def _try_lock(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read(path: Path) -> Ed25519PrivateKey:

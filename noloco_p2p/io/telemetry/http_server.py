@@ -86,8 +86,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
     request_queue_size = 64
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Page], outside: Mapping[str, Page]) -> None:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = addresses[0][0]
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         self.pages, self.outside = pages, outside
         self._accepted: dict[Any, tuple[float, str]] = {}
         """Connection → when it was accepted, and its host; oldest first."""
@@ -221,8 +220,7 @@ def pages(registry: CollectorRegistry, health: Health) -> Mapping[str, Page]:
     def metrics(query: str, accept: str) -> HttpResponse:
         encoder, content_type = choose_encoder(accept)
         names = parse_qs(query).get("name[]")
-        chosen = registry if names is None else registry.restricted_registry(names)
-        return HttpResponse(encoder(chosen), content_type)
+        return HttpResponse(encoder(registry if names is None else registry.restricted_registry(names)), content_type)
 
     def discovery(query: str, accept: str) -> HttpResponse:
         status, _ = health()

@@ -65,8 +65,7 @@ def packed(head: Message, frames: Iterable[wire.Frame]) -> bytes:
         if isinstance(frame, wire.Chunk):
             pieces += [_chunk_head(field, frame.tensor, frame.offset, len(frame.data)), frame.data]
         else:
-            digest = frame.digest.to_bytes(DIGEST_BYTES, "little")
-            pieces += [_end_head(field, frame.tensor, frame.length), digest]
+            pieces += [_end_head(field, frame.tensor, frame.length), frame.digest.to_bytes(DIGEST_BYTES, "little")]
     return b"".join(pieces)
 
 

@@ -176,8 +176,7 @@ def _head_and_frames(activation: Activation) -> tuple[pb.ActivationMessage, Iter
 
 def fits_one_message(activation: Activation, whole_bytes: int = wire.PACK_BYTES) -> bool:
     """Whether the activation's tensors, and the gradient that answers them, each fit into `whole_bytes`."""
-    there = sum(tensor.data.nbytes for tensor in activation.tensors)
-    return max(there, activation.reply_spec.nbytes) <= whole_bytes
+    return max(sum(tensor.data.nbytes for tensor in activation.tensors), activation.reply_spec.nbytes) <= whole_bytes
 
 
 def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> Header:

@@ -1,5 +1,6 @@
 """The identity: libp2p's file format, the peer id as public key, signatures, and one process per key."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import LocalError
+from noloco_p2p.io.dht import identity
 from noloco_p2p.io.dht.identity import Identity, peer_id_of, public_key_of, verify
 
 KEYS = st.binary(min_size=32, max_size=32)
@@ -79,16 +81,39 @@ def test_signatures_bind_message_and_signer(tmp_path: Path) -> None:
 
 def test_a_second_process_with_the_same_identity_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "identity.key"
-    identity = Identity.open(path)
+    first = Identity.open(path)
     program = (
         "import sys, pathlib; from noloco_p2p.io.dht.identity import Identity; Identity.open(pathlib.Path(sys.argv[1]))"
     )
     second = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
     assert "LocalError: identity" in second.stderr
     assert "in use by another process" in second.stderr
-    identity.close()
+    first.close()
     third = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
     assert third.returncode == 0, third.stderr
+
+
+def test_a_look_whether_a_node_runs_does_not_keep_it_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tried = tmp_path / "identity.key", list[int]()
+    Identity.open(path).close()
+    with path.with_name("identity.key.lock").open("rb") as looks:
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        monkeypatch.setattr(identity, "LOOK_S", 0.0)
+        assert Identity.open_if_free(path) is None, "it must end"
+        monkeypatch.undo()
+
+        def lock(file: int, kind: int) -> None:
+            tried.append(kind)
+            if len(tried) == 3:
+                looks.close()
+            flock(file, kind)
+
+        flock = fcntl.flock
+        monkeypatch.setattr(fcntl, "flock", lock)
+        Identity.open(path).close()
+    assert len(tried) == 3
 
 
 @pytest.mark.parametrize(
