@@ -12,6 +12,7 @@ from soak import soak
 from test_strangers_simulated import STEPS, stranger, swarm_with
 
 from noloco_p2p.core.messages import Advert, NodeDescription
+from noloco_p2p.core.timeouts import DESCRIBE_S
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.figures import RunFigures, figures
 from noloco_p2p.sim.process import Outcome
@@ -88,7 +89,7 @@ def test_a_newcomer_is_found_among_silent_members_and_calls_none_of_them(stage: 
     swarm.at(JOINS_S, lambda: swarm.start(stage, HONEST))
     outcome = check(swarm)
     began = next(one.at_s for one in outcome.trace.of("state", me) if one.get("state") == "training")
-    assert began < JOINS_S + 15.0
+    assert began < JOINS_S + 4 * DESCRIBE_S
     assert served_at(outcome, me) < began + 5.0
     assert not [one for one in outcome.trace.of("reroute") if one.get("reason") != "fallback"]
 
