@@ -39,8 +39,9 @@ probability THIN_SHARE. Otherwise replicas that happen to read the same unit wou
 ESCAPED = re.compile(r"\[[*?[]\]")
 """A character that would be a wildcard of a glob, as `glob.escape` writes it."""
 
-_READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error, ImportError, LZMAError)
-"""Errors that Python, pyarrow and datasets raise for files that are missing, cut off or of another format."""
+_UNREADABLE = (OSError, EOFError, KeyError, TypeError, ValueError, NotImplementedError, MemoryError)
+_READ_ERRORS = (*_UNREADABLE, zlib.error, ImportError, LZMAError)
+"""Errors that Python, pyarrow and datasets raise for files that are missing, cut off, damaged or of another format."""
 
 
 Mask = npt.NDArray[np.uint8]

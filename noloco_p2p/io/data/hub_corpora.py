@@ -169,8 +169,7 @@ def _local(files: list[str], columns: list[str]) -> Any:
     with corpora.failing_as_local_error(f"{files[0]}{', …' if files[1:] else ''}"):
         stream = datasets.load_dataset(reader, **options)
         if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block
-            features = stream.features.copy()
-            features["timestamp"] = datasets.Value("string")
+            features = datasets.Features(stream.features | {"timestamp": datasets.Value("string")})
             stream = datasets.load_dataset(reader, features=features, **options)
         if reader == "text":
             return stream.batch(BLOCK_LINES).map(lambda block: {"text": "".join(block["text"])})

@@ -19,6 +19,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import numpy.typing as npt
+import pyarrow
 import pytest
 from pyarrow import parquet
 from row_files import PACKED, ROWS_OF_TEXT, write_ids, write_rows, write_text
@@ -595,6 +596,24 @@ def test_an_archive_that_was_cut_off_is_reported(extension: str, tmp_path: Path)
     path = tmp_path / f"a.txt.{extension}"
     path.write_bytes(PACKED[extension]("".join(f"line {n}\n" for n in range(200_000)).encode())[:-40])
     with pytest.raises(LocalError, match=f"^{path} cannot be read: "):
+        list(hub_corpora.documents_of(path, tokenizers.BYTES))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (bytes([1, 16, 0, 0, 0]), bytes([1, 4, 0, 0, 0]), "Integers with less than 8 bits not implemented"),
+        ((448).to_bytes(8, "little"), (448 | 1 << 54).to_bytes(8, "little"), ""),
+    ],
+)
+def test_a_damaged_arrow_file_is_reported(before: bytes, after: bytes, message: str, tmp_path: Path) -> None:
+    """Of integers of 4 bits it said: NotImplementedError: … (a bug; --debug shows where), of 16 PiB: MemoryError."""
+    whole = pyarrow.table({"text": ["a b c"] * 40, "n": pyarrow.array(range(40), pyarrow.int16())})
+    with pyarrow.ipc.new_stream(path := tmp_path / "x.arrow", whole.schema) as stream:
+        stream.write_table(whole)
+    assert before in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(before, after, 1))
+    with pytest.raises(LocalError, match=f"^{path} cannot be read: {message}"):
         list(hub_corpora.documents_of(path, tokenizers.BYTES))
 
 
