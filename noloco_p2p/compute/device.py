@@ -12,17 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import DEVICE_CLOSED, Device, Operation, Stage
 
-if TYPE_CHECKING:
-    from noloco_p2p.compute.stage import TorchStage
-
-MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory")
+MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 
 R = TypeVar("R")
 
@@ -123,7 +120,7 @@ class DeviceThread:
             try:
                 result = queued.work()
             except BaseException as raised:  # noqa: BLE001 - it is raised again in the task that waits for the call
-                error = _local(raised)
+                error = as_local(raised)
             self._busy_s += time.perf_counter() - began_at
             with self._wake:
                 given_up, self._running = self._running is None, None
@@ -167,7 +164,7 @@ def _hand_over(queued: DeviceCall, result: Any, error: BaseException | None) -> 
         queued.future.set_exception(error)
 
 
-def _local(error: BaseException) -> BaseException:
+def as_local(error: BaseException) -> BaseException:
     """LocalError if host or device ran out of memory; any other error unchanged."""
     named = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in MEMORY_SIGNS)
     if not (named or isinstance(error, MemoryError)):
@@ -184,7 +181,7 @@ async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_i
     """
     device = DeviceThread(f"device-{index}")
 
-    def make() -> "TorchStage":
+    def make() -> Stage:
         from noloco_p2p.compute.factory import make_torch_stage
         from noloco_p2p.compute.hardware import set_threads
 

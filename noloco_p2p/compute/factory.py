@@ -6,7 +6,7 @@ logits and gradients of the unsplit one. A family that normalises hidden states 
 that also follows the last one (nanochat) fails here, with a message, instead of training a wrong model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from noloco_p2p.compute import model_family
 from noloco_p2p.compute.audit import Audit
+from noloco_p2p.compute.device import as_local
 from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.host_memory import free_host_bytes, microbatch_bytes
 from noloco_p2p.compute.host_tensor import DTYPES
@@ -85,14 +86,21 @@ def make_torch_stage(
 def _check_computes(stage: TorchStage, family: str) -> None:
     """Compute something at full size, which the small model of `check_architecture` does not have.
 
-    Raises ConfigError if that fails.
+    Raises ConfigError if that fails, LocalError if there is not enough memory for it.
     """
-    try:
-        reason = None if stage.is_sound() else "its output is not finite"
-    except model_family.FOREIGN_ERRORS as error:
-        reason = f"it fails with {type(error).__name__}: {model_family.one_line(error)}"
+    reason = _fault(lambda: None if stage.is_sound() else "its output is not finite")
     if reason is not None:
         raise ConfigError(f"model: a stage of {family} cannot compute: {reason}; check model.config")
+
+
+def _fault(trial: Callable[[], str | None]) -> str | None:
+    """What a trial found wrong, or how it failed. Raises LocalError if there is not enough memory for it."""
+    try:
+        return trial()
+    except model_family.FOREIGN_ERRORS as error:
+        if isinstance(lack := as_local(error), LocalError):
+            raise lack from error
+        return f"it fails with {type(error).__name__}: {model_family.one_line(error)}"
 
 
 def check_model(manifest: RunManifest) -> Any:
@@ -155,13 +163,7 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
     """Raises ConfigError unless the split of this architecture is exact, or there is only one stage."""
     if stages == 1:
         return
-    try:
-        small = model_family.small_config(config)
-        count = sum(parameter.numel() for parameter in meta_stage_module(small, 0, 1, dtype=dtype).parameters.values())
-        too_large = f"its heads are too wide for a trial: even a small model has {count:,} parameters"
-        reason = too_large if count > MAX_PARAMETERS else next(_differences(small, dtype), None)
-    except model_family.FOREIGN_ERRORS as error:
-        reason = f"it fails with {type(error).__name__}: {model_family.one_line(error)}"
+    reason = _fault(lambda: next(_differences(model_family.small_config(config), dtype), None))
     if reason is not None:
         raise ConfigError(
             f"model: the family {config.model_type} cannot be split over {stages} stages: {reason}; "
@@ -171,7 +173,9 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
 
 def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
     """How a split with one layer per stage differs from the unsplit model. Only the first difference is reported."""
-    layers = config.num_hidden_layers
+    (count,), layers = meta_stage_module(config, 0, 1, dtype=dtype).counts, config.num_hidden_layers
+    if count > MAX_PARAMETERS:
+        yield f"its heads are too wide for a trial: even a small model has {count:,} parameters"
     whole = make_stage_module(config, 0, 1, seed=0, dtype=dtype)
     parts = [make_stage_module(config, index, layers, seed=0, dtype=dtype) for index in range(layers)]
     names = [name for part in parts for name in part.parameters]

@@ -205,6 +205,7 @@ def test_failures_reach_the_waiter_and_the_thread_lives_on() -> None:
             MemoryError(),
             RuntimeError("CUDA out of memory. Tried"),
             RuntimeError("can't allocate memory"),
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         ):
             with pytest.raises(LocalError, match="not enough memory on the device") as caught:
                 await device.call(FORWARD, raising(lack))

@@ -154,6 +154,18 @@ def test_a_stage_that_cannot_compute_is_refused(fields: dict[str, Any], message:
         make_torch_stage(manifest, 0, "me")
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_lack_of_memory_is_not_blamed_on_the_model(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said: a stage of llama cannot compute: it fails with OutOfMemoryError: …; check model.config."""
+
+    def full(part: model.StageModule, inputs: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(model.StageModule, "__call__", full)
+    with pytest.raises(LocalError, match="not enough memory on the device"):
+        make_torch_stage(make_manifest("llama", stages), 0, "me")
+
+
 def test_a_model_of_few_positions_is_split() -> None:
     manifest = make_manifest("gpt2", 2)
     config = {**manifest.model.config, "n_positions": 3}
