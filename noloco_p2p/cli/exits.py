@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import typer
 
-from noloco_p2p.errors import ConfigError, NolocoError
+from noloco_p2p.errors import ConfigError, LocalError, NolocoError
 from noloco_p2p.humanize import plain
 from noloco_p2p.launch.stop_signals import handled
 
@@ -69,7 +69,12 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
         if isinstance(error, FileNotFoundError) and error.filename is None:  # of tempfile, or of os.getcwd
             gone = "the current directory no longer exists: change to another one"
             fail(f"{error.strerror}: name one in TMPDIR" if "temporary" in str(error) else gone, USER_ERROR)
-        fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
+        from noloco_p2p.compute.device import as_local  # its settings take time to import
+
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(as_local(error), LocalError):
+            fail(f"not enough memory ({what}): use a smaller batch or model, or another device", USER_ERROR)
+        fail(f"{what} (a bug; --debug shows where)", UNEXPECTED)
     sys.exit(code)
 
 

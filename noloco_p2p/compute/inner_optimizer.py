@@ -92,7 +92,5 @@ class InnerOptimizer:
 
     def _moment(self, name: str, key: str) -> Tensor:
         parameter, states = self._parameters[name], self._optimizer_of(name).state
-        if parameter not in states:
-            return torch.zeros_like(parameter)
-        moment: Tensor = states[parameter][key]
+        moment: Tensor = states[parameter][key] if parameter in states else torch.zeros_like(parameter)
         return moment

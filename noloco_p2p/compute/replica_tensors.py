@@ -49,10 +49,8 @@ def checked(
     found = [tensor.spec for tensor in tensors]
     if found != list(expected):
         wrong = next((a for a, b in zip(found, expected, strict=False) if a != b), None)
-        reason = f"{len(found)} tensors"
-        if wrong is not None:
-            reason = f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place"
-        raise Violation(f"{whose} does not fit this stage: {reason}")
+        named = "" if wrong is None else f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place"
+        raise Violation(f"{whose} does not fit this stage: {named or f'{len(found)} tensors'}")
     values = [host_tensor.to_torch(tensor) for tensor in tensors]
     for tensor, one in zip(tensors, values, strict=True):
         if not isfinite(largest := host_tensor.largest(one)):

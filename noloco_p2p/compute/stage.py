@@ -289,8 +289,7 @@ class TorchStage:
         return None if mask is None else self._to_device(host_tensor.check(mask, self._mask)).bool()
 
     def _to_device(self, values: Tensor) -> Tensor:
-        on_host = self._device.type == "cpu"
-        return values if on_host else values.pin_memory().to(self._device, non_blocking=True)
+        return values if self._device.type == "cpu" else values.pin_memory().to(self._device, non_blocking=True)
 
     def _sent(self, hidden_BTD: Tensor) -> HostTensor:
         """A stage's output as it travels, encoded on the device so that less is copied."""

@@ -49,6 +49,13 @@ def _os_error(number: int, *filename: str) -> OSError:
         ),
         (_os_error(errno.ENOSPC, "x"), 2, "error: x cannot be written: No space left on device; free some space\n"),
         (_os_error(errno.EDQUOT), 2, "error: the output cannot be written: Disk quota exceeded; free some space\n"),
+        # As torch raises it; noloco finetune, eval and generate called it a bug.
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."),
+            2,
+            "error: not enough memory (RuntimeError: CUDA out of memory. Tried to allocate 2 GiB.): use a smaller ",
+        ),
+        (MemoryError(), 2, "error: not enough memory (MemoryError: ): use a smaller "),
         (ConfigError("it is\x1b wrong\nand long"), 2, "error: it is  wrong\nand long\n"),
         (typer.BadParameter("it is\nwrong."), 2, "error: Invalid value: it is wrong; see noloco --help\n"),
         (typer.Exit(3), 3, ""),
