@@ -153,12 +153,11 @@ class GraphStore:
         weights, kept = self._open.pop(graph)
         # Autograd would not notice: AdamW's kernels do not change the versions of saved tensors.
         assert weights == self._weights, "the weights changed between forward and backward"
-        if isinstance(kept, KeptGraph):
-            return kept
-        with self._memory.measured():
-            again = run(kept.inputs, kept.mask)
-        self._memory.look(len(self._open))
-        return again
+        if isinstance(kept, KeptInput):
+            with self._memory.measured():
+                kept = run(kept.inputs, kept.mask)
+            self._memory.look(len(self._open))
+        return kept
 
     def discard(self, graph: int) -> None:
         """Free a graph; unknown handles are ignored."""

@@ -76,11 +76,9 @@ class InnerOptimizer:
         """Continue with copies of these `moments`, after `steps` updates."""
         self.steps = steps
         for name, parameter in self._parameters.items():
-            moments = {self._mean_key(name): kinds["adam_mean"][name]}
+            state = {self._mean_key(name): torch.empty_like(parameter).copy_(kinds["adam_mean"][name])}
             if name not in self.matrices:
-                moments["exp_avg_sq"] = kinds["adam_square"][name]
-            state = {key: torch.empty_like(parameter).copy_(value) for key, value in moments.items()}
-            if name not in self.matrices:
+                state["exp_avg_sq"] = torch.empty_like(parameter).copy_(kinds["adam_square"][name])
                 state["step"] = torch.full((), float(steps), dtype=torch.float32, device=parameter.device)
             self._optimizer_of(name).state[parameter] = state
 

@@ -109,6 +109,8 @@ class SampleStream:
                 documents, held, empty_passes = [], 0, 0  # The pool has copied them.
                 yield pool, place
                 continue
+            if document.mask is not None:
+                documents, held = [], 0  # None of them has a target, whatever follows.
             empty_passes += ended
             if empty_passes == EMPTY_PASSES:
                 raise LocalError(f"the data does not contain a single sample of {length + 1} tokens")

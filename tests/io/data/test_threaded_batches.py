@@ -357,6 +357,41 @@ def test_a_cursor_inside_a_unit_resumes_bitwise(share: float, monkeypatch: pytes
         assert resumed == whole[k + 1 : k + 10], f"after {k + 1} microbatches"
 
 
+class LeftPadded:
+    """Rows padded in front, of which only every 50th is long enough to reach into a sample of 17 ids."""
+
+    units, share = 1, 1.0
+
+    def documents(self, unit: int, skip: int, take: corpora.TakeDocument) -> Iterator[corpora.TokenizedDocument]:
+        for i in range(skip, 1_000):
+            ids = np.full(40, i, np.int32)
+            yield corpora.TokenizedDocument(ids, np.asarray(np.arange(40) >= (9 if i % 50 == 49 else 20), np.uint8))
+
+    def held_out(self) -> Iterator[corpora.TokenizedDocument]:
+        return iter([])
+
+
+def test_rows_without_a_target_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they made a pool, all of them were looked at again for each further row: 20,000 took a quarter of an hour,
+    and none was ever let go of."""
+    seen: list[int] = []
+
+    def counted(documents: list[corpora.TokenizedDocument], length: int) -> list[corpora.TokenizedDocument]:
+        seen.append(len(documents))
+        return cut(documents, length)
+
+    cut = samples._cut
+    monkeypatch.setattr(samples, "_cut", counted)
+    monkeypatch.setattr(samples, "POOL_TOKENS", 400)
+    stream = samples.SampleStream(LeftPadded(), manifest("parquet", microbatch_size=1), "peer")
+    whole = [(values(batch), place) for batch, place in itertools.islice(stream.batches(samples.StreamPosition()), 40)]
+    assert [place.document for _, place in whole] == 2 * [*range(50, 1_001, 50)]
+    assert max(seen) == 10
+    for k in (0, 7, 19, 20):
+        resumed = [(values(batch), place) for batch, place in itertools.islice(stream.batches(whole[k][1]), 9)]
+        assert resumed == whole[k + 1 : k + 10]
+
+
 def test_replicas_begin_with_different_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "POOL_TOKENS", 400)
     one = manifest("text", microbatch_size=1, sequence_length=39)
