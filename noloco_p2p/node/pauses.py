@@ -42,10 +42,8 @@ class Pauses:
         node, late, running_s = self._node, 0, 0.0
         while late < 2:
             await node.waits.until(lambda: False, "next look at the clock", Resource.OWNER, LOOK_S, idle=True)
-            pausing = node.pausing
             self.check_clock()
-            if node.pausing != pausing:
-                node.waits.pulse()
+            node.waits.pulse()
             running_s = 0.0 if node.microbatch is None else node.stage.running_s()
             late = late + 1 if running_s >= HUNG_S else 0
         node.stage.close(hung=True)

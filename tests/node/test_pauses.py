@@ -262,6 +262,24 @@ def test_the_watch_begins_and_ends_the_owner_s_hours() -> None:
     at(scenario, "00:01-00:02")
 
 
+def test_a_machine_that_sleeps_until_the_owner_s_hours_have_begun_resumes_when_it_wakes() -> None:
+    """Nothing woke the pause: the node was to do no work before as well as after, first for its owner, then to find out
+    how far the others are."""
+
+    async def scenario(place: Place) -> None:
+        watching = asyncio.create_task(place.pauses.keep_watch())
+        pausing = asyncio.create_task(place.pause())
+        await asyncio.sleep(20.0)
+        place.ahead_s = 50.0
+        await asyncio.sleep(LOOK_S + 0.1)
+        assert (place.node.closed_until, place.node.stood_still) == (None, True)
+        assert pausing.done()
+        watching.cancel()
+        await asyncio.wait([watching])
+
+    at(scenario, "00:01-00:02")
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("stage", [None, 1])
 def test_a_node_joins_when_its_hours_begin(leaves: bool, stage: int | None) -> None:
