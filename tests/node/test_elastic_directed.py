@@ -602,6 +602,15 @@ def test_a_node_that_is_told_to_leave_while_its_data_are_opened_leaves() -> None
     assert [h.get("state") for h in left.trace.of("state") if h.at_s > came.at_s] == ["draining", "left"]
 
 
+def test_a_node_that_is_the_only_stage_leaves_in_time_however_long_its_device_takes_for_a_step() -> None:
+    """It waited until the device had been through all microbatches of the step."""
+    swarm = FaultySwarm(replace(plan_of((2,), steps=4, microbatches_per_step=30), slowness={"s0r0": 10.0}))
+    swarm.at(4.0, lambda: swarm.drain("s0r0"))
+    left = check(swarm).nodes["s0r0"]
+    assert left.state == "left"
+    assert left.ended_at_s == pytest.approx(4.0 + swarm.plan.config.limits.drain_s, abs=0.1)
+
+
 def test_a_node_that_is_told_to_leave_before_its_data_are_opened_later_reads_on_where_it_was() -> None:
     """It takes weights from a guardian. The checkpoint that it writes when it leaves then has no position."""
     opened: list[tuple[PeerId, object]] = []
