@@ -67,6 +67,7 @@ class Joining:
         """
         node, manifest = self._node, self._node.manifest
         if node.advert.state == "syncing":  # it has moved, and may have held this stage before
+            self._weights.withhold()
             await self._weights.find_own()
         self._weights.show_own()
         # A node that was here before the run began starts with the others, unless it learns of that much later.

@@ -67,6 +67,26 @@ def test_nobody_merges_the_initial_weights_of_a_node_that_still_copies_a_state(
     assert not [h for h in outcome.trace.of("warning") if str(h.get("message")).startswith(asked)]
 
 
+def test_nobody_merges_the_initial_weights_of_a_node_that_is_back_at_its_stage_and_looks_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have not read yet that it had moved away, and its disk is slow."""
+    plan = replace(plan_of((2, 2), steps=16, outer={"rule": "gossip", "deadline_s": 3.0}), view_age_s=2.0)
+    swarm, held, peer = FaultySwarm(plan), SimCheckpoints.held, "s1r1"
+
+    async def slowly(self: SimCheckpoints) -> list[Holding]:
+        await asyncio.sleep(4.0 if now_s() > 1.0 else 0.0)
+        return await held(self)
+
+    monkeypatch.setattr(SimCheckpoints, "held", slowly)
+    swarm.at(1.5, lambda: swarm.process(peer).node.state.drain("moving to stage 1", next_stage=1))
+    outcome = check(swarm)
+    came = min(one.at_s for one in outcome.trace.of("resumed", peer))
+    assert came > 5.0
+    merged = [one for stage in recording_stages(outcome.nodes["s1r0"]) for one in stage.merged if one.partner == peer]
+    assert not [one for one in merged if 2.0 < one.at_s < came]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interval(stage: int) -> None:
     swarm = FaultySwarm(plan_of((2, 2, 2), steps=32))
