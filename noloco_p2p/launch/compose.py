@@ -116,7 +116,7 @@ async def run(options: NodeOptions) -> None:
         journal.open(**who, **made, stage=local.stage)
         closing.callback(journal.close)
         ports.telemetry.record(journal)
-        node = _node(ports, manifest, local, options.dir, data, imports)
+        node = _node(closing, ports, manifest, local, options.dir, data, imports)
         ports.telemetry.watch(lambda: node.status(time.monotonic()), options.dir)
         await ports.transport.serve(node.handler)
         joins = [f"{address}{standing.invitation}" for address in libp2p.join_addresses]
@@ -205,6 +205,7 @@ async def _open_ports(
 
 
 def _node(
+    closing: AsyncExitStack,
     ports: NodePorts,
     manifest: RunManifest,
     local: NodeConfig,
@@ -213,6 +214,8 @@ def _node(
     imports: asyncio.Task[None],
 ) -> Node:
     """Make the node. `data` is what stage 0 reads first; with None, it is opened once this node holds stage 0.
+
+    `closing` closes its devices, so that what still waits for one ends before the loop, which would report it as a bug.
 
     No stage is made before `imports` is done: two threads must not import those libraries at the same time.
     """
@@ -226,6 +229,7 @@ def _node(
         telemetry.event("stage", stage=index)
         telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
         made = await device.make_stage(manifest, local, index, advert.peer_id)
+        closing.callback(made[1].close, hung=True)
         telemetry.event("gauge", name="parameters", value=made[0].state.parameters)
         telemetry.measure_memory(hardware.memory_meter(local.device))
         return made

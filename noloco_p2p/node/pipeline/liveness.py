@@ -101,7 +101,9 @@ class Liveness:
         finally:
             del self._calls[call]
             if not self._calls:
-                self._stop_asking()
+                for task in self._asking.values():
+                    task.cancel()
+                self._tick.cancel()
 
     def events(self, microbatch: MicrobatchId) -> int:
         """The progress with a microbatch that the next stage has reported."""
@@ -110,11 +112,6 @@ class Liveness:
     @property
     def _pause_s(self) -> float:
         return self._node.config.limits.patience_floor_s / ASKED_PER_SILENCE
-
-    def _stop_asking(self) -> None:
-        for task in self._asking.values():
-            task.cancel()
-        self._tick.cancel()
 
     def _ask(self) -> None:
         """Ask every peer that has been serving a call of ours for a while."""
