@@ -142,6 +142,7 @@ class WeightRestorer:
         self._check_possible(state.round, state.step, donor.peer_id)
         with node.waits.computing("restored state"):
             await node.stage.restore(state)
+        await self.know_the_clock()  # the transfer may have outlasted their answers
         step = self._latest_step(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round, from_round)
@@ -230,8 +231,7 @@ class WeightRestorer:
         limit, m = float(run.steps), run.outer.inner_steps
         if answering:
             speed = median(a.steps_per_s for a in answering)
-            clock = max(self._clock_of_others(), node.advert.step)
-            limit = min(limit, schedule.furthest(clock, ttl_s, speed, m))
+            limit = min(limit, schedule.furthest(max(self._clock_of_others(), node.advert.step), ttl_s, speed, m))
         if step > limit or round > limit // m + 2:
             raise Declined(f"the weights of {whose} are of round {round}, step {step:g}, which the run has not reached")
 

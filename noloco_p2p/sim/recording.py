@@ -108,7 +108,7 @@ class WeightsChoice:
         self._fetching = False
 
     def ask(self) -> None:
-        """The node asks somebody. While weights travel, that is for another purpose."""
+        """The node asks somebody. While weights travel, and once they have arrived, that is for another purpose."""
         if not self._fetching and (self._seen is None or self._seen.at_s < now_s()):
             self._see(self._available())
 
@@ -117,14 +117,14 @@ class WeightsChoice:
         chosen, self._fetching = self.take(), True
         try:
             fetched = await transfer
+            self._see(chosen)
         finally:
-            self._fetching = False
-        self._see(chosen)
+            self._fetching = self._seen is chosen
         return fetched
 
     def take(self) -> AvailableWeights:
         """What was available when it chose."""
-        seen, self._seen, now = self._seen, None, self._available()
+        seen, self._seen, self._fetching, now = self._seen, None, False, self._available()
         # A replica that trains has learnt from a round, not from what it asked before, that others are ahead.
         if seen is None or now_s() > self._counts_until_s or (seen.replaced is None and now.replaced is not None):
             return now

@@ -87,6 +87,21 @@ def test_nobody_merges_the_initial_weights_of_a_node_that_is_back_at_its_stage_a
     assert not [one for one in merged if 2.0 < one.at_s < came]
 
 
+def test_a_newcomer_whose_transfer_takes_long_begins_at_the_others_clock() -> None:
+    """What they had answered before was too old by then, and under `balanced` all waited for each step since the copy."""
+    outer = {"rule": "noloco", "inner_steps": 10, "deadline_s": 3.0}
+    plan = plan_of((2, 2), steps=50, routing="balanced", outer=outer)
+    sizes = MessageSizes(1000, 1000, (1000, 1000), (1000, 1000), (60_000_000, 60_000_000))
+    swarm = FaultySwarm(replace(plan, sizes=sizes, link=Link(latency_s=0.005, bytes_per_s=4e6)))
+    swarm.at(3.0, lambda: swarm.start(0, 2))
+    outcome = check(swarm)
+    [came] = outcome.trace.of("resumed", "s0r2")
+    assert came.at_s > 3.0 + 2 * plan.config.directory.ttl_s
+    steps = [one.number("step") for one in outcome.trace.of("inner_step", "s0r0") if one.at_s < came.at_s]
+    assert came.number("step") > steps[-1] - 8.0 > 0.0
+    assert max(b - a for a, b in pairwise(times(outcome, "inner_step", "s0r0"))) < 5.0
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interval(stage: int) -> None:
     swarm = FaultySwarm(plan_of((2, 2, 2), steps=32))
