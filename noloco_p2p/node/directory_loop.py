@@ -30,6 +30,7 @@ class MembershipLoop:
         self._changed = changed
         self._announced: tuple[object, ...] = ()
         self._announced_at = float("-inf")
+        self._renewal_s = node.config.directory.ttl_s / RENEWALS_PER_TTL
         self._read_at = float("-inf")
         self._sought_at = float("-inf")
         """When callers that were not listed were last looked for."""
@@ -109,10 +110,6 @@ class MembershipLoop:
         if self._swarm.unlisted_called:
             due_s = min(due_s, self._sought_at + usual_s - self._read_at)
         return max(due_s, self._tick_s)
-
-    @property
-    def _renewal_s(self) -> float:
-        return self._node.config.directory.ttl_s / RENEWALS_PER_TTL
 
     def _sleep_s(self) -> float:
         """Seconds until something may be due. News and alarms end the sleep early."""

@@ -142,6 +142,7 @@ class WeightRestorer:
         self._check_possible(state.round, state.step, donor.peer_id)
         with node.waits.computing("restored state"):
             await node.stage.restore(state)
+        await self.open_data()  # the others train on meanwhile, too
         await self.know_the_clock()  # the transfer may have outlasted their answers
         step = self._latest_step(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
@@ -172,8 +173,9 @@ class WeightRestorer:
         node.rng.setstate(mine.random_state)
         state, step = mine.state, self._latest_step(mine.state.step)
         await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round)
-        self.keep_up()
         await self.open_data(mine)
+        await self.know_the_clock()  # it may have taken minutes
+        self.keep_up()
         return True
 
     async def _from_guardian(self, guardian: Advert | None) -> None:

@@ -88,7 +88,7 @@ def test_nobody_merges_the_initial_weights_of_a_node_that_is_back_at_its_stage_a
 
 
 def test_a_newcomer_whose_transfer_takes_long_begins_at_the_others_clock() -> None:
-    """What they had answered before was too old by then, and under `balanced` all waited for each step since the copy."""
+    """What they had answered was too old by then, and under `balanced` all waited for each step since the copy."""
     outer = {"rule": "noloco", "inner_steps": 10, "deadline_s": 3.0}
     plan = plan_of((2, 2), steps=50, routing="balanced", outer=outer)
     sizes = MessageSizes(1000, 1000, (1000, 1000), (1000, 1000), (60_000_000, 60_000_000))
@@ -511,6 +511,31 @@ def test_under_balanced_nobody_waits_for_the_steps_that_a_replica_lost_when_it_r
     [(source, came_s)] = [(one.source, one.at_s) for one in swarm.resumptions]
     assert source == "shard"
     assert sum(came_s < at_s < came_s + 20.0 for at_s in times(outcome, "inner_step", "s0r0")) > 35
+
+
+@pytest.mark.parametrize(
+    ("source", "inner_steps", "opens_s"), [("shard", 20, 10.0), ("shard", 20, 15.0), ("peer", 4, 8.0)]
+)
+def test_under_balanced_nobody_waits_for_the_steps_that_others_took_while_a_replica_opened_its_data(
+    source: str, inner_steps: int, opens_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its checkpoint, or copies a state because that is too old. What the others had said of their clocks may be
+    too old by then."""
+    outer = {"rule": "noloco", "inner_steps": inner_steps}
+    swarm = FaultySwarm(plan_of((2, 2), steps=100, every_steps=20, routing="balanced", outer=outer))
+    swarm.at(18.0, lambda: swarm.bounce("s0r1", 0.5))
+    opened = WeightRestorer.open_data
+
+    async def slowly(self: WeightRestorer, checkpoint: Checkpoint | None = None) -> None:
+        await asyncio.sleep(opens_s if now_s() > 18.0 and self._node.index == 0 and not self._node.batches else 0.0)
+        await opened(self, checkpoint)
+
+    monkeypatch.setattr(WeightRestorer, "open_data", slowly)
+    outcome = check(swarm)
+    assert [one.source for one in swarm.resumptions] == [source]
+    came_s = next(at_s for at_s in times(outcome, "inner_step", "s0r1") if at_s > 18.0)
+    assert came_s > 18.0 + opens_s
+    assert sum(came_s < at_s < came_s + 10.0 for at_s in times(outcome, "inner_step", "s0r0")) > 15
 
 
 @pytest.mark.parametrize("stage", [0, 1])
