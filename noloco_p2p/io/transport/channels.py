@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,10 +18,10 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from noloco_p2p.core.line_rate import MeasuredLine
-from noloco_p2p.core.messages import STREAM, Advert, PeerId
+from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.recent import Recent
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.dht.reach import RELAY, is_private
+from noloco_p2p.io.dht.reach import is_private, is_streamed
 from noloco_p2p.io.dht.streams import cancelled
 from noloco_p2p.io.transport.peer_links import Links, target
 
@@ -78,7 +79,11 @@ class PeerChannel:
 
     def send_stream(self, method: str, **options: Any) -> Any:
         """Call Propagate, Evaluate or Stripe with any number of messages in each direction."""
-        return self.channel.stream_stream(f"{SERVICE}/{method}")(**options)
+        call = self.channel.stream_stream(f"{SERVICE}/{method}")(**options)
+        # gRPC's own `cancel` does nothing after a write that failed. The call would then last, with its connection, as
+        # long as this process, if the peer has ended it and its answer was not read.
+        call.cancel = partial(call._cython_call.cancel, "the caller needs it no longer")
+        return call
 
     def fetch(self, method: str, request: Message, **options: Any) -> Any:
         """Call FetchSnapshot or FetchState; the call yields the messages of the reply."""
@@ -86,8 +91,7 @@ class PeerChannel:
 
     def at_most(self, connections: int) -> int:
         """How many of `connections` a body may use: fewer if all of them go over one libp2p link, or over a relay."""
-        spliced = self.address == STREAM or self.address.startswith(RELAY)
-        return min(connections, CHANNELS_PER_PEER) if spliced else connections
+        return min(connections, CHANNELS_PER_PEER) if is_streamed(self.address) else connections
 
     @property
     def ready(self) -> bool:
@@ -247,8 +251,7 @@ class ChannelPool:
     def _tries(self, addresses: Sequence[str]) -> list[tuple[str, float]]:
         """Which addresses to try, in order, and for how many seconds each."""
         now = asyncio.get_running_loop().time()
-        behind = [address for address in addresses[1:] if is_private(address)]
-        near = [one for one in behind if now - self._not_near.get(one, -inf) >= NOT_NEAR_S]
+        near = [one for one in addresses[1:] if is_private(one) and now - self._not_near.get(one, -inf) >= NOT_NEAR_S]
         return [*((one, NEAR_S) for one in near), *((one, CONNECT_S) for one in addresses)]
 
     def _make_room(self) -> None:
@@ -262,12 +265,11 @@ class ChannelPool:
             self._close(channel)
 
     def _close(self, channel: PeerChannel) -> None:
-        if channel not in self._open:
-            return
-        self._open.remove(channel)
-        task = asyncio.create_task(channel.channel.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        if channel in self._open:
+            self._open.remove(channel)
+            task = asyncio.create_task(channel.channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
 
 async def connect(channel: Any, seconds: float) -> str | None:

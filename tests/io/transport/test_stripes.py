@@ -31,6 +31,7 @@ from transport_fixture import (
     bare,
     echo,
     hang,
+    identity,
     is_far,
     logged,
     pair,
@@ -168,7 +169,8 @@ def test_the_first_message_of_a_stripe_is_not_parsed_if_it_is_long() -> None:
 
 
 def test_a_link_or_a_relay_has_few_connections() -> None:
-    most = [PeerChannel(way, None, None).at_most(CONNECTIONS) for way in ("host:1", "p2p", "relay/R")]
+    ways = "host:1", "p2p", f"relay/{identity('R').peer_id}"
+    most = [PeerChannel(way, None, None).at_most(CONNECTIONS) for way in ways]
     assert most == [CONNECTIONS, CHANNELS_PER_PEER, CHANNELS_PER_PEER]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -43,7 +44,8 @@ from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io.transport import channels, grpc_transport, message_codec, peer_links, service
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.exchange import SentActivation
+from noloco_p2p.io.transport.channels import PeerChannel
+from noloco_p2p.io.transport.exchange import SentActivation, to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.incoming import IncomingActivation
@@ -506,6 +508,43 @@ def test_close_ends_a_call_that_is_being_sent_at_any_moment() -> None:
                 await both.a.close()
                 with pytest.raises(Unreachable):
                     await soon(call)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("on_stripe", [False, True])
+def test_a_peer_that_ends_a_call_while_this_node_writes_does_not_keep_the_connection(
+    on_stripe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC did not end a call after a failed write: with an unread answer it kept its memory and a socket for ever."""
+    plain = PeerChannel.send_stream
+
+    def insistent(channel: PeerChannel, *arguments: Any, **options: Any) -> Any:
+        call = plain(channel, *arguments, **options)
+        write = call.write
+
+        async def until_it_fails(message: bytes) -> None:
+            while True:
+                await write(message)
+
+        call.write = until_it_fails
+        return call
+
+    async def answer(*arguments: Any) -> None:
+        for _ in range(2):
+            await arguments[-2].write(to_grant(0))
+
+    async def scenario() -> None:
+        monkeypatch.setattr(PeerChannel, "send_stream", insistent)
+        monkeypatch.setattr(GrpcServicer, "serve_activation", answer)
+        monkeypatch.setattr(GrpcServicer, "stripe", answer)
+        before = asyncio.all_tasks()
+        async with pair(Node(hang)) as both:
+            stripe = both.a._stripe(both.peer, 7, 1, "gradient", 10.0, attrgetter("write", "read"))
+            with pytest.raises(Unreachable, match="Internal error"):
+                await (stripe.__aenter__() if on_stripe else both.a.propagate(both.peer, activation(LARGE)))
+        left = asyncio.all_tasks() - before
+        assert not left or not (await asyncio.wait(left, timeout=at_most(SOON_S)))[1]
 
     run(scenario())
 
