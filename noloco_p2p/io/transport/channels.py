@@ -13,9 +13,8 @@ from math import inf
 from typing import Any
 from weakref import WeakValueDictionary
 
-import grpc
-import grpc.aio
 from google.protobuf.message import Message
+from grpc import ChannelConnectivity
 
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Advert, PeerId
@@ -96,7 +95,7 @@ class PeerChannel:
     @property
     def ready(self) -> bool:
         """Whether the connection is open, as far as gRPC knows."""
-        return bool(self.channel.get_state() is grpc.ChannelConnectivity.READY)
+        return bool(self.channel.get_state() is ChannelConnectivity.READY)
 
 
 class Turns:
@@ -233,8 +232,7 @@ class ChannelPool:
                 leaf = self._links.leaf
                 channel = PeerChannel(address, leaf, self._links.channel(dialled, peer.peer_id, self._options))
                 self._open.add(channel)
-                reason = await connect(channel.channel, seconds)
-                if reason is None:
+                if (reason := await connect(channel.channel, seconds)) is None:
                     self._on_open()
                     self._make_room()
                     self._drop(key)  # One to other addresses of the peer may have been opened meanwhile.
@@ -273,13 +271,16 @@ class ChannelPool:
 
 
 async def connect(channel: Any, seconds: float) -> str | None:
-    """Waits until the channel is connected. Returns None, or the reason why it is not."""
+    """Waits until a new channel is connected. Returns None, or the reason why it is not. A channel that has lost its
+    first connection is idle again, and would connect anew without a pause."""
+    channel.get_state(try_to_connect=True)
     try:
         async with asyncio.timeout(seconds):
-            while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-                if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-                    return "nothing accepts connections there, or it is not the expected node of this run"
+            await channel.wait_for_state_change(ChannelConnectivity.IDLE)
+            while (state := channel.get_state()) is ChannelConnectivity.CONNECTING:
                 await channel.wait_for_state_change(state)
     except TimeoutError:
         return f"no answer within {seconds:.1f} s"
-    return None
+    if state is ChannelConnectivity.READY:
+        return None
+    return "nothing accepts connections there, or it is not the expected node of this run"

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -508,6 +510,27 @@ def test_close_ends_a_call_that_is_being_sent_at_any_moment() -> None:
                 await both.a.close()
                 with pytest.raises(Unreachable):
                     await soon(call)
+
+    run(scenario())
+
+
+def test_an_address_that_closes_each_connection_at_once_is_dialled_once() -> None:
+    """It was dialled for five seconds, hundreds of times a second: each handshake took both ends a millisecond."""
+    states = cycle((grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING))
+    dials = list[grpc.ChannelConnectivity]()
+
+    def state(try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        found = next(states)
+        dials.extend([found] if found is grpc.ChannelConnectivity.IDLE else [])
+        assert len(dials) < 5
+        return found
+
+    async def changed(_: object) -> None:
+        await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        channel = SimpleNamespace(get_state=state, wait_for_state_change=changed)
+        assert "nothing accepts connections there" in (await channels.connect(channel, 5.0) or "")
 
     run(scenario())
 
