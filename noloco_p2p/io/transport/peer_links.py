@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import struct
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -42,6 +43,7 @@ class Links:
         self._calls: dict[asyncio.Timeout, Callable[[], bool]] = {}
         """Calls in progress, each with a function that returns whether the call must end."""
         credentials.revoked.listen(self.cut)
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_belongs_in_log)
 
     def own(self) -> Mapping[str, str]:
         """This node's connections to its own server: `host:port` → whose stream each carries (`Streams.hosts`)."""
@@ -152,6 +154,14 @@ def open_links(identity: Identity, run_id: str) -> Links:
     """The links of a peer of an open run, which anybody may join."""
     trust = RunTrust.of_open_run(run_id)
     return Links(Credentials(trust, identity, certificates.own_chain(identity.key, trust)))
+
+
+def _belongs_in_log(record: logging.LogRecord) -> bool:
+    """Log filter: drops gRPC's errors about a status that it could not deliver, because then the caller disconnected
+    and gRPC had not noticed, about a call that was cancelled before its method had begun, and about an odd text from a
+    peer, which is not UTF-8. Keeps all others: failing even to begin sending a status is a bug."""
+    error, odd = record.exc_info and record.exc_info[1], record.msg == "Invalid encoding on %s"
+    return not (odd or isinstance(error, asyncio.CancelledError) or str(error).startswith('Failed "execute_batch"'))
 
 
 def _labelled(header: Header, until: bytes) -> bytes:

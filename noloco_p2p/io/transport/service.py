@@ -1,7 +1,6 @@
 """The gRPC server: binds the port, and maps each call of proto/noloco.proto to the method that answers it."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -72,7 +71,6 @@ def bound(
     servicer: GrpcServicer, links: Links, listen: ListenSettings, options: tuple[tuple[str, int], ...]
 ) -> tuple[Any, int]:
     """A gRPC server that is bound but not started, and its port. Raises LocalError if the port is in use."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_belongs_in_log)
     bounds = ("grpc.max_allowed_incoming_connections", room() * 3 // 2), *options
     server = grpc.aio.server(options=(*OPTIONS, *bounds), maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((methods(servicer),))
@@ -84,14 +82,6 @@ def bound(
             f"cannot listen on {host} port {port}: it is in use, or {host} is not an address of this machine;"
             " set listen.grpc_port to another port (0 picks a free one)"
         ) from None
-
-
-def _belongs_in_log(record: logging.LogRecord) -> bool:
-    """Log filter: drops gRPC's errors about a status that it could not deliver, because then the caller disconnected
-    and gRPC had not noticed, and about a call that was cancelled before its method had begun. Keeps all others: failing
-    even to begin sending a status is a bug."""
-    error = record.exc_info and record.exc_info[1]
-    return not (isinstance(error, asyncio.CancelledError) or str(error).startswith('Failed "execute_batch"'))
 
 
 def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awaitable[None]]:

@@ -4,12 +4,14 @@ import asyncio
 import gc
 import logging
 import socket
+import ssl
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -512,6 +514,56 @@ def test_close_ends_a_call_that_is_being_sent_at_any_moment() -> None:
                     await soon(call)
 
     run(scenario())
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def test_texts_of_a_peer_that_are_not_utf_8_leave_the_log_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was logged as an error, with its bytes and a traceback: hundreds per answer."""
+    said = {
+        ":status": "200",
+        "content-type": "application/grpc",
+        "grpc-status": "14",
+        "grpc-message": "%FFa",
+        "x": "\xff",
+    }
+    fields = ((name.encode(), text.encode("latin-1")) for name, text in said.items())
+    trailers = b"".join(b"\0%c%b%c%b" % (len(name), name, len(text), text) for name, text in fields)
+    paths = tmp_path / "chain", tmp_path / "key"
+    for path, pem in zip(paths, reversed(NamedLinks("B").leaf), strict=True):
+        path.write_bytes(pem)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*paths)
+    tls.set_alpn_protocols(["h2"])
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(EOFError, OSError):
+            await reader.readuntil(b"SM\r\n\r\n")
+            writer.write(frame(4, 0, 0))
+            while head := await reader.readexactly(9):
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                if head[3] == 1:
+                    writer.write(frame(1, 5, int.from_bytes(head[5:], "big"), trailers))
+        ended.set()
+
+    async def scenario() -> None:
+        server, a = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls), transport("A")
+        try:
+            with pytest.raises(Unreachable, match=r"waiting for a description: ÿa$"):
+                await a.describe(advert(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        finally:
+            await a.close()
+            server.close()
+            await soon(ended.wait())
+
+    ended = asyncio.Event()
+    run(scenario())
+    assert not logged(caplog)
 
 
 def test_an_address_that_closes_each_connection_at_once_is_dialled_once() -> None:
