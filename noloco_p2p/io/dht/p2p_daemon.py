@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.humanize import plain
 from noloco_p2p.io.dht.addresses import JoinAddress, host_multiaddress, port_in_use
 from noloco_p2p.io.dht.identity import Identity
 
@@ -190,13 +192,11 @@ async def connect(p2p: Any, target: JoinAddress, what: str) -> str:
     try:
         await p2p._client.connect(PeerID.from_base58(target.peer_id), [Multiaddr(target.multiaddress)])
     except P2PDaemonError as error:
-        reason = str(error)
-        if "peer id mismatch" in reason:
-            other = reason.rpartition("remote key matches ")[2].split()[0]
-            raise ConfigError(
-                f"{what} {target}: another peer answers there ({other}); copy the address that it prints"
-            ) from error
-        return reason.strip().splitlines()[-1].rpartition(": ")[2].rpartition("] ")[2]
+        reason = str(error).strip()  # with what the remote end said, which may be anything
+        if found := re.search(r"peer id mismatch.* remote key matches (\w{1,128})", reason):
+            why = f"another peer answers there ({found[1]}); copy the address that it prints"
+            raise ConfigError(f"{what} {target}: {why}") from error
+        return plain(reason.splitlines()[-1].rpartition(": ")[2].rpartition("] ")[2], 200)
     return ""
 
 

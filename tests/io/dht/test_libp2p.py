@@ -20,6 +20,7 @@ from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachab
 from noloco_p2p.io.dht import libp2p as libp2p_module
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
+from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.dht.join_handshake import (
     MANIFEST_CALL,
     DialRateLimit,
@@ -65,6 +66,31 @@ def test_each_kind_of_bad_join_address_has_its_own_message(tmp_path: Path, monke
                 assert [str(address) for address in b.joined] == [good]
                 with pytest.raises(Unreachable, match="has no directory of this run"):
                     await HivemindDirectory.open(b, run_id=RUN, stages=1, known_path=tmp_path / "known")
+
+    run(scenario)
+
+
+def test_whatever_answers_a_dial_is_only_a_reason_that_is_safe_to_show(tmp_path: Path) -> None:
+    """Words of the remote end ended the node, because they looked like an error about its peer id, or coloured the
+    terminal."""
+    said = b"peer id mismatch remote key matches ", b"peer id mismatch", b"no: \x1b[31m\x07", b"\xff"
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a:
+
+            async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await reader.read(1)
+                for text in (b"/multistream/1.0.0\n", said[dialled] + b"\n"):
+                    writer.write(bytes([len(text)]) + text)
+                await writer.drain()
+                writer.close()
+
+            async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                for dialled in range(len(said)):
+                    with pytest.raises(Unreachable, match="nobody answers") as caught:
+                        await a.dial(JoinAddress("127.0.0.1", port, peer_id_of(bytes([dialled]) * 32)))
+                    assert str(caught.value).isprintable()
 
     run(scenario)
 
