@@ -48,7 +48,7 @@ def _answer(address: tuple[str, int]) -> tuple[bool, str]:
             connection.request("GET", "/health")
             answer = connection.getresponse()
             line = plain(answer.read(LONGEST_LINE).decode(errors="replace").strip().partition("\n")[0])
-    except (OSError, UnicodeError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         where = f"http://{address[0]}:{address[1]}/health"
         return False, f"no node answers at {where}: {getattr(error, 'strerror', None) or error}"
     return answer.status == http.client.OK, line

@@ -90,6 +90,24 @@ def test_nobody_answers(home: Path, tmp_path: Path) -> None:
         assert ask(empty, None, home) == (False, f"no node has written its address to {empty / 'endpoints.json'}")
 
 
+def test_an_answer_with_a_chunk_of_negative_length_is_no_answer() -> None:
+    """It was a traceback."""
+
+    class Broken(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Broken) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        well, line = ask(None, f"http://127.0.0.1:{server.server_port}")
+        thread.join()
+    assert (well, line[:24]) == (False, "no node answers at http:")
+
+
 def test_a_directory_that_is_removed_while_the_newest_node_is_looked_for_is_passed_over(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
