@@ -42,7 +42,7 @@ def _translated(error: grpc.aio.AioRpcError, peer: PeerId, what: str, seconds: f
     match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unreachable(f"no {what} from {peer} within {seconds:g} s")
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details or "metadata size exceeds" in details:
             return Violation(f"{peer}: {details}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Busy(f"{peer} has too many calls in flight")

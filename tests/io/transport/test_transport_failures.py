@@ -363,6 +363,12 @@ def status(code: str, details: str = "why") -> grpc.aio.AioRpcError:
         (status("UNIMPLEMENTED"), 1.0, Declined, "B failed to serve the call: why"),
         (status("RESOURCE_EXHAUSTED"), 1.0, Busy, "B has too many calls in flight"),
         (status("RESOURCE_EXHAUSTED", "message larger than max"), 1.0, Violation, "B: message larger than max"),
+        (
+            status("RESOURCE_EXHAUSTED", "metadata size exceeds"),
+            1.0,
+            Violation,
+            "B: metadata size exceeds",
+        ),
         (asyncio.CancelledError(), 1.0, Unreachable, "ended while it was waiting for a gradient"),
         (asyncio.InvalidStateError(), 1.0, Unreachable, "closed before the gradient arrived"),
         (grpc.aio.UsageError(), 1.0, Unreachable, "closed before the gradient arrived"),
