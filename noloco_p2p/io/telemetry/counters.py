@@ -193,8 +193,7 @@ class RunCounters:
         self.members: Mapping[tuple[int, str], int] | None = None
         """(stage, state) → number of nodes; None before the first reading of the membership."""
         self.deserted_since: dict[int, float] = {}  # stage that nobody serves → since when, monotonic
-        self.guarded_rounds: dict[int, float] = {}
-        """Guarded stage → outer round of the snapshot held for it."""
+        self.guarded_rounds: dict[int, float] = {}  # guarded stage → outer round of the snapshot held for it
 
     def count(self, kind: str, fields: Fields) -> None:
         """Count an event (`ports.Telemetry.event`). Raises for malformed fields, and then adds nothing of it."""
@@ -255,7 +254,8 @@ class RunCounters:
                         del self.training_turns[1:3]
             case "stage":
                 self.stage = fields["stage"]
-                self.latest.pop("replica_std", None)  # that of the stage held before
+                for name in ("loss", "validation_loss", "replica_std"):  # those of the stage held before
+                    self.latest.pop(name, None)
             case "inner_step":
                 self.last_step_at = self.wall_time()
                 if "loss" in fields:

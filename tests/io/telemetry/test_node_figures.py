@@ -122,11 +122,17 @@ def test_memory_and_disk_of_the_machine_are_measured(tmp_path: Path, monkeypatch
     assert node_figures.disk_free_bytes(tmp_path / "nowhere") is None
 
 
-def test_the_spread_of_the_stage_that_a_node_has_left_is_not_that_of_its_new_stage() -> None:
+def test_losses_and_spread_of_the_stage_that_a_node_has_left_are_not_those_of_its_new_stage() -> None:
     counters = RunCounters(2)
     counters.count("stage", {"stage": 0})
+    counters.count("inner_step", {"step": 1, "tokens": 8, "loss_sum": 16.0, "loss_tokens": 8})
+    counters.count("evaluation", {"step": 1, "loss": 3.0, "tokens": 16})
     counters.count("replica_std", {"value": 0.5})
-    assert node_figures.status_figures(counters, None).replica_std == 0.5
+    found = node_figures.status_figures(counters, None)
+    assert (found.loss, found.validation_loss, found.replica_std) == (2.0, 3.0, 0.5)
     counters.count("stage", {"stage": 1})
-    assert node_figures.status_figures(counters, None).replica_std is None
-    assert node_figures.run_totals(counters)["replica_std"] is None
+    counters.count("inner_step", {"step": 2, "tokens": 8, "loss_sum": 0.0, "loss_tokens": 0})
+    found = node_figures.status_figures(counters, None)
+    assert (found.loss, found.validation_loss, found.replica_std) == (None, None, None)
+    totals = node_figures.run_totals(counters)
+    assert (totals["validation_loss"], totals["replica_std"]) == (None, None)
