@@ -30,7 +30,7 @@ from noloco_p2p.observe.plotting.svg import SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.report import series
 from noloco_p2p.observe.report.journals import read_processes
-from noloco_p2p.observe.report.node_history import StateSpan
+from noloco_p2p.observe.report.node_history import TRAINED, StateSpan
 from noloco_p2p.observe.report.page import make
 from noloco_p2p.observe.report.page import render as render_all
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
@@ -424,7 +424,7 @@ def test_a_run_whose_first_lines_were_rotated_away_keeps_its_name_start_and_rate
     whole, without = run.nodes
     assert (without.run_name, without.run_id, without.peer_id) == ("mine", "abcdef", "peer of node-2")
     assert without.processes == whole.processes
-    assert without.trained_s == whole.trained_s == 400.0
+    assert without.times[0][TRAINED] == whole.times[0][TRAINED] == 400.0
     assert without.increments == whole.increments
     assert (run.wall_s, run.tokens_per_s) == (400.0, 20.0)
     assert "run abcdef" in texts(render(run))
@@ -683,7 +683,7 @@ def test_the_table_of_nodes_shows_what_each_did(eventful: RecordedRun) -> None:
     assert (found["sent"], found["received"]) == ("55 B", "70 B")
     assert found["final loss"] == "3.0000", "that of stage 0"
     assert eventful.tokens == 400, "later stages train on the same tokens"
-    assert eventful.time_of(1) == (15.0, {"device works": 6.0})
+    assert eventful.times() == {0: (10.0, {"device works": 4.0}), 1: (5.0, {"device works": 2.0})}
 
 
 def test_charts_over_time_show_rounds_and_members(eventful: RecordedRun) -> None:
@@ -704,11 +704,13 @@ def test_what_a_node_did_before_it_moved_counts_at_the_stage_that_it_held(node: 
 
     def life(stage: int, *, since: float, spread: float, grad_norm: float) -> list[bytes]:
         did = {"state": "training", "stage": stage, "tokens": 2_000, "grad_norm": grad_norm, "step": 10}
+        did |= {"device_s": 10.0, "idle_s": {"gradients": 20.0}}
         first = [line("start", 0.0, stage=stage), line("state", since, state="training")]
         lines = [*first, line("replica_std", 90.0, step=9, value=spread), line("progress", 100.0, **did)]
         lines += [line("state", 100.0, state="syncing"), line("stage", 100.0, stage=1 - stage)]
         lines += [line("state", 100.0, state="training")]
         again = {**did, "stage": 1 - stage, "tokens": 4_000, "grad_norm": 2 * grad_norm, "step": 20}
+        again |= {"device_s": 70.0, "idle_s": {"gradients": 20.0, "microbatches": 5.0 + stage}}
         return [*lines, line("progress", 200.0, **again), line("end", 200.0)]
 
     (node / "swarm.json").touch()
@@ -718,6 +720,10 @@ def test_what_a_node_did_before_it_moved_counts_at_the_stage_that_it_held(node: 
         (node / name / NAME).write_bytes(b"".join(lines))
     run = read_run([node])
     assert (run.tokens, run.tokens_per_s) == (4_000, 20.0)
+    assert run.times() == {
+        0: (200.0, {"device works": 70.0, "waits: gradients": 20.0, "waits: microbatches": 6.0}),
+        1: (150.0, {"device works": 70.0, "waits: gradients": 20.0, "waits: microbatches": 5.0}),
+    }
     assert {row for row in cells(render(run)) if row[1] in ("0.5", "0.25")} == set(), "both have left that stage"
     curves = {
         node.name: [node.curves[curve, stage] for curve in ("spread", "grad_norm") for stage in (0, 1)]
@@ -768,7 +774,7 @@ def test_the_figures_of_a_stage_are_those_of_all_its_nodes(node: Path) -> None:
         (name, f"P{name}") for name in ("0-0", "0-1", "1-0", "lost")
     ]
     assert run.stages == [0, 1]
-    assert run.time_of(0) == (16.0, {"device works": 8.0, "waits: partner": 4.0})
+    assert run.times()[0] == (16.0, {"device works": 8.0, "waits: partner": 4.0})
     assert (run.began_at, run.ended_at, run.training_at) == (BEGAN_AT, BEGAN_AT + 13, BEGAN_AT)
     assert run.tokens_per_s == pytest.approx(160 / 11), "from 0 to 8 s, and from 3 to 11 s"
     assert ("lost", "–") in {(row[0], row[2]) for row in _rows(render(run))}

@@ -13,8 +13,8 @@ from noloco_p2p.observe.plotting.axes import MAX_POINTS, PAGE_SIZE, Axes, Axis, 
 from noloco_p2p.observe.plotting.plots import BAR_LEFT, bars
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour, Element, Legend, markup
 from noloco_p2p.observe.plotting.time_bins import TimeBins
-from noloco_p2p.observe.report.node_history import UNKNOWN
-from noloco_p2p.observe.report.recorded_run import WORKS, RecordedRun
+from noloco_p2p.observe.report.node_history import UNKNOWN, WORKS
+from noloco_p2p.observe.report.recorded_run import RecordedRun
 
 T = TypeVar("T")
 
@@ -107,8 +107,7 @@ class RunCharts:
         causes = [f"waits: {cause}" for cause, _ in self._run.total("idle_s").most_common()]
         colours = {name: IDLE_COLOURS[n % len(IDLE_COLOURS)] for n, name in enumerate(causes)}
         rows = []
-        for stage in self._run.stages:
-            trained_s, spent = self._run.time_of(stage)
+        for stage, (trained_s, spent) in self._run.times().items():
             rest = ("the rest", max(0.0, trained_s - sum(spent.values())), Colour.PALE)
             pieces = [(name, spent.get(name, 0.0), colour) for name, colour in colours.items()]
             rows.append((f"stage {stage}", [(WORKS, spent[WORKS], Colour.BLUE), *pieces, rest]))

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without 
 CURVES = {name: ("progress", name) for name in ("loss", "final_loss", "grad_norm")}
 CURVES |= {"validation": ("evaluation", "loss"), "spread": ("replica_std", "value")}
 """Curve → kind and field of the events that give its points."""
-UNKNOWN = "unknown"
+UNKNOWN, TRAINED, WORKS = "unknown", "trained", "device works"
 
 Piece = list[tuple[float, float]]
 """The part of a curve that one process wrote: (step, value)."""
@@ -70,9 +70,8 @@ class NodeHistory:
     step: float = 0.0
     inner_steps: int = 0
     checkpoints: int = 0
-    device_s: float = 0.0
-    trained_s: float = 0.0
-    """Seconds in state `training`."""
+    times: defaultdict[int | None, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Seconds of TRAINED (in state `training`), of WORKS and of each `waits: CAUSE`, by the stage that it held."""
     tallies: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in TALLIES})
     curves: defaultdict[tuple[str, int | None], list[Piece]] = field(default_factory=lambda: defaultdict(list))
     """Curves by name (CURVES) and the stage that the node held; `learning_rate` has None for all stages. `loss` (mean
@@ -110,7 +109,8 @@ def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
         node.version, node.machine, node.command = map(event.text, ("version", "machine", "command"))
     spans = tuple(_spans(held))
     node.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
-    node.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")
+    for span in spans:
+        node.times[span.stage].update({TRAINED: (span.ended_at - span.began_at) * (span.state == "training")})
     node.checkpoints += len(by_kind["checkpoint"])
     for stage, stay in itertools.groupby(held, lambda each: each[1]):
         mine = [event for event, _ in stay]
@@ -126,19 +126,32 @@ def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int 
     """Add the `progress` events of a process, each with the stage that the node held."""
     node.step = max([node.step, *(event.number("step") or 0.0 for event, _ in progress)])
     node.curves["learning_rate", None].append(_curve([event for event, _ in progress], "learning_rate"))
-    totals = [_totals(event) for event, _ in progress]
     times = [began_at, *(event.at for event, _ in progress)]
-    for name in {name: None for each in totals for name in each}:
-        # A count that is missing from an event has not grown, and one that falls is ignored.
-        highest = [0.0, *itertools.accumulate((each.get(name, 0.0) for each in totals), max)]
-        for n, (_, stage) in enumerate(progress):
-            if highest[n + 1] > highest[n] and (name != "tokens" or stage == 0):
-                node.increments[name].append(Increment(times[n], times[n + 1], highest[n + 1] - highest[n]))
+    for n, name, more in _growth([_totals(event) for event, _ in progress]):
+        if name != "tokens" or progress[n][1] == 0:
+            node.increments[name].append(Increment(times[n], times[n + 1], more))
+    for n, name, more in _growth([_times(event) for event, _ in progress]):
+        node.times[progress[n][1]].update({name: more})
     for event, _ in progress[-1:]:
         node.inner_steps += int(event.number("inner_steps") or 0)
-        node.device_s += event.number("device_s") or 0.0
         for name, tally in node.tallies.items():
             tally.update(event.tally(name))
+
+
+def _growth(totals: Sequence[Mapping[str, float]]) -> Iterator[tuple[int, str, float]]:
+    """(index, name, growth since the one before) of the counts of successive events.
+
+    A count that is missing from an event has not grown, and one that falls is ignored.
+    """
+    for name in {name: None for each in totals for name in each}:
+        highest = [0.0, *itertools.accumulate((each.get(name, 0.0) for each in totals), max)]
+        yield from ((n, name, new - old) for n, (old, new) in enumerate(itertools.pairwise(highest)) if new > old)
+
+
+def _times(event: JournalEvent) -> dict[str, float]:
+    """The seconds in a `progress` event, by the names of `NodeHistory.times`."""
+    waits = {f"waits: {cause}": seconds for cause, seconds in event.tally("idle_s").items()}
+    return {WORKS: event.number("device_s") or 0.0, **waits}
 
 
 def _totals(event: JournalEvent) -> dict[str, float]:

@@ -21,7 +21,7 @@ from noloco_p2p.observe.plotting.axes import Points
 from noloco_p2p.observe.plotting.svg import DARK, LIGHT, SERIES_COLOURS, stylesheet
 from noloco_p2p.observe.report.charts import NATS, ChartLine, Panel, RunCharts, by_step, over_time, panel
 from noloco_p2p.observe.report.journals import clean
-from noloco_p2p.observe.report.node_history import NodeHistory
+from noloco_p2p.observe.report.node_history import TRAINED, WORKS, NodeHistory
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
 from noloco_p2p.observe.report.run_facts import facts, headline, standing
 
@@ -112,8 +112,7 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
     }
     times = [
         (f"stage {stage}: {what}", humanize.duration(seconds), _share(seconds, trained_s))
-        for stage in run.stages
-        for trained_s, spent in [run.time_of(stage)]
+        for stage, (trained_s, spent) in run.times().items()
         for what, seconds in spent.items()
     ]
     rounds = run.total("rounds")
@@ -191,7 +190,7 @@ NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
     "inner steps": lambda node: humanize.count(node.inner_steps),
     "rounds": lambda node: humanize.count(node.tallies["rounds"].total()),
     "final loss": lambda node: humanize.loss(node.last("final_loss")),
-    "device": lambda node: _share(node.device_s, node.trained_s),
+    "device": lambda node: _share(*(sum(one[what] for one in node.times.values()) for what in (WORKS, TRAINED))),
     "sent": lambda node: humanize.size_text(node.total("out")),
     "received": lambda node: humanize.size_text(node.total("in")),
     "re-routed": lambda node: humanize.count(node.tallies["rerouted"].total()),

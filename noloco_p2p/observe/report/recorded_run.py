@@ -14,10 +14,9 @@ from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.run_files import MANIFEST
 from noloco_p2p.launch.swarm_summary import covered_s
 from noloco_p2p.observe.report.journals import clean, node_dirs, number, read_processes
-from noloco_p2p.observe.report.node_history import Incident, NodeHistory, add_process
+from noloco_p2p.observe.report.node_history import TRAINED, WORKS, Incident, NodeHistory, add_process
 
 MAX_INCIDENTS = 100
-WORKS = "device works"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +83,18 @@ class RecordedRun:
         known = [value for node in self.of_stage(stage) if (value := node.last(curve, stage)) is not None]
         return fmean(known) if known else None
 
-    def total(self, tally: str, stage: int | None = None) -> Counter[str]:
-        """The sum of a tally over all nodes, or over those of a stage."""
-        found: Counter[str] = Counter()
-        for node in self.nodes if stage is None else self.of_stage(stage):
-            found.update(node.tallies[tally])
-        return found
+    def total(self, tally: str) -> Counter[str]:
+        """The sum of a tally over all nodes."""
+        return sum((node.tallies[tally] for node in self.nodes), Counter[str]())
 
-    def time_of(self, stage: int) -> tuple[float, dict[str, float]]:
-        """(seconds that the nodes of a stage were training, seconds of WORKS and then of each wait, longest first)."""
-        nodes = self.of_stage(stage)
-        waits = {f"waits: {cause}": seconds for cause, seconds in self.total("idle_s", stage).most_common()}
-        return sum(node.trained_s for node in nodes), {WORKS: sum(node.device_s for node in nodes), **waits}
+    def times(self) -> dict[int, tuple[float, dict[str, float]]]:
+        """Stage → (seconds that nodes were training there, seconds of WORKS and then of each wait, longest first)."""
+        stages = sorted({stage for node in self.nodes for stage in node.times if stage is not None})
+        found = {stage: sum((node.times[stage] for node in self.nodes), Counter[str]()) for stage in stages}
+        return {
+            stage: (spent.pop(TRAINED, 0.0), {WORKS: spent.pop(WORKS, 0.0), **dict(spent.most_common())})
+            for stage, spent in found.items()
+        }
 
     def incidents(self) -> list[Incident]:
         """The newest incidents of all nodes, newest first, MAX_INCIDENTS at most."""
