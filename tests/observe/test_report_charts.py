@@ -94,6 +94,14 @@ def test_many_replicas_share_a_colour(replicas: int, few: bool, tmp_path: Path) 
     assert classes == [f"line s{SERIES_COLOURS[r] if few else Colour.BLUE}{kind}" for r in range(replicas)]
 
 
+def test_a_node_that_has_moved_away_keeps_the_curve_of_its_time_at_stage_0(tmp_path: Path) -> None:
+    moved = [*losses(0), line("stage", 100.0, stage=1), line("progress", 110.0, stage=1, step=3, final_loss=4.0)]
+    found = charts_of(tmp_path, a=moved, b=losses(1))
+    assert [text for text, _ in labels(found.loss())] == ["a", "b", "validation"]
+    assert found.mean("loss") == [(1.0, 5.0), (2.0, 4.5)]
+    assert found.mean("validation") == [(2.0, 4.5)]
+
+
 def test_the_mean_of_a_long_curve_has_a_bounded_number_of_points(tmp_path: Path) -> None:
     found = charts_of(tmp_path, a=losses(0, BINS), b=losses(1, BINS))
     assert found.mean("loss") == [(s, 5.5 - s / 2) for s in range(1, BINS + 1)]

@@ -76,8 +76,8 @@ class RunCharts:
         self._bins, self._columns = (TimeBins(self._began_at, run.ended_at, count) for count in (BINS, COLUMNS))
 
     def loss(self) -> Panel:
-        """The loss of every replica of stage 0, and the mean validation loss, by step."""
-        nodes = self._run.of_stage(0)
+        """The loss of every node while it was at stage 0, and the mean validation loss, by step."""
+        nodes = [node for node in self._run.nodes if any(node.curves["loss", 0])]
         few = len(nodes) <= len(SERIES_COLOURS)
         lines = [
             ChartLine(node.name, colour, piece, node.name if few else f"{len(nodes)} replicas")
@@ -89,8 +89,8 @@ class RunCharts:
         return panel(by_step("Loss", lines, from_zero=False, kind="" if few else "faint"), {}, NATS)
 
     def mean(self, curve: str) -> Points:
-        """A curve by step: the mean over the replicas of stage 0, at no more than BINS points."""
-        points = [point for node in self._run.of_stage(0) for piece in node.curves[curve, 0] for point in piece]
+        """A curve by step: the mean over the nodes while they were at stage 0, at no more than BINS points."""
+        points = [point for node in self._run.nodes for piece in node.curves[curve, 0] for point in piece]
         steps = sorted({step for step, _ in points})
         if len(steps) > BINS:
             return TimeBins(0.0, steps[-1], BINS).mean_and_largest(points)[0]
