@@ -22,6 +22,7 @@ from journal_lines import BEGAN_AT, line
 from noloco_p2p.cli import main as command
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.telemetry.counters import RunCounters
 from noloco_p2p.io.telemetry.journal import NAME, EventFiles, Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.launch import run_files
@@ -684,6 +685,16 @@ def test_the_table_of_nodes_shows_what_each_did(eventful: RecordedRun) -> None:
     assert found["final loss"] == "3.0000", "that of stage 0"
     assert eventful.tokens == 400, "later stages train on the same tokens"
     assert eventful.times() == {0: (10.0, {"device works": 4.0}), 1: (5.0, {"device works": 2.0})}
+
+
+def test_checkpoints_that_got_no_line_in_the_journal_are_counted(node: Path) -> None:
+    journal = Journal(EventFiles(node).write, RunCounters(1), RecordedClock(0.0), RecordedClock(BEGAN_AT))
+    journal.start(stage=0)
+    for round in range(100):
+        journal.note("checkpoint", {"round": round, "step": 10 * round, "seconds": 0.1, "bytes": 1_000})
+    journal.end()
+    (history,) = read_run([node]).nodes
+    assert history.checkpoints == 100
 
 
 def test_charts_over_time_show_rounds_and_members(eventful: RecordedRun) -> None:

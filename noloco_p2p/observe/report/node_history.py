@@ -134,6 +134,7 @@ def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int 
         node.times[progress[n][1]].update({name: more})
     for event, _ in progress[-1:]:
         node.inner_steps += int(event.number("inner_steps") or 0)
+        node.checkpoints += int(event.tally("held").get("checkpoint", 0))
         for name, tally in node.tallies.items():
             tally.update(event.tally(name))
 
