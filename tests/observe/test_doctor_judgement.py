@@ -8,10 +8,12 @@ from unittest.mock import Mock
 import pytest
 from diagnosed import advert
 
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import Declined
 from noloco_p2p.io.dht import join_handshake
 from noloco_p2p.launch.settings import Overrides
+from noloco_p2p.observe.bandwidth_probe import LinkProbe, SnapshotTransfer
 from noloco_p2p.observe.diagnosis.findings import Finding
 from noloco_p2p.observe.doctor import peers
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
@@ -131,6 +133,37 @@ def test_an_absurd_speed_that_a_replica_announces_is_ignored(announced: float, f
     needs = RunRequirements(DoctorReport(), RunManifest(), NodeConfig(), None)
     replica = replace(advert(0, 0), microbatches_per_s=announced)
     assert asyncio.run(needs._device_seconds(0, 1000, [replica])) == found
+
+
+def test_a_running_node_is_not_one_of_the_replicas_that_it_exchanges_weights_with() -> None:
+    """Its links to itself were measured, and it seemed to fetch a vector from itself, too."""
+    asked: list[str] = []
+
+    class Probe(LinkProbe):
+        def __init__(self) -> None:
+            pass
+
+        async def round_trip_s(self, peer: Advert, calls: int) -> float:
+            asked.append(peer.peer_id)
+            return 0.0 if peer.peer_id == own.peer_id else 0.1
+
+        async def transfer(self, peer: Advert, limit_s: float) -> SnapshotTransfer:
+            asked.append(peer.peer_id)
+            return SnapshotTransfer(1 << 20, 1.0, True)
+
+    own, *mates = replicas = [replace(advert(0, number), microbatches_per_s=1.0) for number in range(3)]
+    run = RunManifest(outer=OuterSettings(rule="diloco"))
+    needs = RunRequirements(DoctorReport(), run, NodeConfig(), None, own.peer_id)
+
+    async def examine() -> None:
+        links = await needs.measure_links(Probe(), 0, replicas)
+        assert links == StageLinks(0.1, float(1 << 20))
+        await needs.check_speed(0, 1_000, replicas, [links, None])
+
+    asyncio.run(examine())
+    assert asked == [*(mate.peer_id for mate in mates), mates[0].peer_id]
+    vectors = 2 * run.outer.vector_bytes(1_000, run.compute_dtype)
+    assert needs.report.figures["expected_s_per_outer_round"] == pytest.approx(0.1 + vectors / (1 << 20))
 
 
 @pytest.mark.parametrize("stage", [0, 1])

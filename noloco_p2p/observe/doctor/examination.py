@@ -70,7 +70,8 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
     targets = targets or [JoinAddress.parse(text) for one in running[:1] for text in one.join]
     report.group("network")
     listen = machine.check_ports(report, local.listen, own_node=bool(running))
-    examination = Examination(report, given, directory or node_probe.HOME, local, device, bool(running))
+    own_id = running[0].peer_id if running else None
+    examination = Examination(report, given, directory or node_probe.HOME, local, device, own_id)
     async with AsyncExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-doctor-")))
         identity = Identity.open(folder / KEY)
@@ -103,12 +104,12 @@ class Examination:
     """The node's directory, which may not exist yet."""
     local: NodeConfig
     device: str | None
-    runs_here: bool
-    """A node of this directory runs on this machine."""
+    own: PeerId | None
+    """The node of this directory, or the first one, if it runs on this machine."""
 
     def requirements(self, manifest: RunManifest) -> RunRequirements:
         """The checks of this machine against the needs of a run."""
-        return RunRequirements(self.report, manifest, self.local, self.device, self.runs_here)
+        return RunRequirements(self.report, manifest, self.local, self.device, self.own)
 
     async def examine_swarm(
         self, closing: AsyncExitStack, libp2p: Libp2pDaemon, listen: ListenSettings, folder: Path
@@ -118,7 +119,7 @@ class Examination:
         manifest, ahead = await peers.ask_run(report, libp2p, self.given)
         if manifest is None:
             return
-        standing, answered = await peers.admission(report, libp2p, manifest, own_node=self.runs_here)
+        standing, answered = await peers.admission(report, libp2p, manifest, own_node=self.own is not None)
         links, opened = standing.links, standing.open_directory(libp2p, manifest, folder)
         directory = await report.attempt("directory", "joining the directory (DHT)", opened, "join another node")
         if directory is not None:
@@ -127,7 +128,7 @@ class Examination:
         for finding in peers.judge_clocks(ahead, self.local.directory.ttl_s):
             report.add(finding)
         present = [] if directory is None else await peers.read_directory(report, directory)
-        if answered and not self.runs_here:
+        if answered and self.own is None:
             await peers.check_reached(report, libp2p, listen, links)
         if answered:
             await peers.check_reaches(report, present, links)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.block_format import wire_spec
-from noloco_p2p.core.messages import ITEM_BYTES, Advert
+from noloco_p2p.core.messages import ITEM_BYTES, Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
 from noloco_p2p.humanize import plural, short_id, size_text
 from noloco_p2p.launch import homes
@@ -62,8 +62,8 @@ class RunRequirements:
     local: NodeConfig
     device: str | None
     """The device that a node would use; None if it is not available."""
-    runs_here: bool = False
-    """Whether a node of this directory is running on this machine, and so already has what it needs."""
+    own: PeerId | None = None
+    """The node of this directory if it is running on this machine, and so already has what it needs."""
 
     def wanted_stage(self) -> int | None:
         """The stage in the settings; None if they name none, or one that the run does not have (which is reported)."""
@@ -81,13 +81,13 @@ class RunRequirements:
         parameters = await self.report.attempt("model", doing, in_time(doing, MODEL_S, self._sizes), advice, BUSY)
         if parameters is None:
             return None
-        if not self.runs_here:
+        if self.own is None:
             self.check_memory(stage)
         stages = range(self.manifest.stages) if stage is None else [stage]
         value_bytes = len(self.manifest.state_kinds) * ITEM_BYTES[self.manifest.compute_dtype]
         of_swarm, all_nodes = homes.kind_of(home) is homes.Home.SWARM, self.manifest.start_replicas * sum(parameters)
         self.check_disk(home, value_bytes * (all_nodes if of_swarm else max(parameters[index] for index in stages)))
-        if 0 in stages and not self.runs_here:
+        if 0 in stages and self.own is None:
             await self.check_data()
         return parameters
 
@@ -163,8 +163,8 @@ class RunRequirements:
         return True
 
     async def measure_links(self, probe: LinkProbe, stage: int, replicas: Sequence[Advert]) -> StageLinks | None:
-        """Round trips to some replicas of a stage, and the bandwidth from the nearest; None if no replica answers."""
-        peers = replicas[:PEERS_MEASURED]
+        """Round trips to some other replicas of a stage, and the bandwidth from the nearest; None if none answers."""
+        peers = [replica for replica in replicas if replica.peer_id != self.own][:PEERS_MEASURED]
         with self.report.step(f"measuring round trips to {plural(len(peers), 'node')} of stage {stage}"):
             answers = await asyncio.gather(*(or_error(probe.round_trip_s(peer, CALLS)) for peer in peers))
         found: list[tuple[float, Advert]] = []
@@ -222,7 +222,7 @@ class RunRequirements:
         self.report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate * tokens}
         expected = f"expect about {rate * tokens:,.0f} tokens/s at stage {stage}, limited by the {bound}"
         self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of device time per microbatch, {origin}")
-        others = max(1, len(replicas)) if run.outer.update.common else 1
+        others = max(1, sum(one.peer_id != self.own for one in replicas)) if run.outer.update.common else 1
         snapshot_bytes = others * run.outer.vector_bytes(parameters, run.compute_dtype)
         took_s = None if mates is None else round_seconds(snapshot_bytes, mates)
         if took_s is not None and run.outer.pairing != "none":
@@ -242,7 +242,7 @@ class RunRequirements:
 
         None if neither is known. A device that a node uses is not measured.
         """
-        if self.device is not None and not self.runs_here and parameters <= LARGEST_TIMED_PARAMETERS:
+        if self.device is not None and self.own is None and parameters <= LARGEST_TIMED_PARAMETERS:
             doing = f"measuring this device on stage {stage}"
             try:
                 with self.report.step(doing):
