@@ -43,14 +43,16 @@ MERGED = {
 def model_card(record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """The text of the card, from the content of `noloco.json`, and `tokens` and `validation_loss` of the run's summary.
 
-    `tokens` is left out for a resumed run, whose summary only counts those since it was resumed. The loss is left out
-    for a run that is not completed: it may have continued since, and its checkpoints are of another step. Both are left
-    out if the run is completed but the weights are of an earlier step.
+    `tokens` is left out for a resumed run, whose summary only counts those since it was resumed, and if the weights are
+    more than a round beyond the steps of the summary: the run has been resumed, and not ended since. The loss is left
+    out for a run that is not completed: it may have continued since, and its checkpoints are of another step. Both are
+    left out if the run is completed but the weights are of an earlier step.
     """
     manifest = record["manifest"]
     if summary.get("completed") and record["step"] < manifest["steps"]:
         summary = {}
-    tokens = summary.get("tokens") if summary.get("resumed_from_step") is None else None
+    later = record["step"] > (summary.get("inner_steps") or manifest["steps"]) + manifest["outer"]["inner_steps"]
+    tokens = None if later or summary.get("resumed_from_step") is not None else summary.get("tokens")
     data, loss = manifest["data"], summary.get("validation_loss") if summary.get("completed") else None
     merged = MERGED[record["merge"]]
     rows = {

@@ -399,6 +399,9 @@ def test_the_model_card_says_what_the_model_is_and_how_to_load_it(data: DataSett
     assert "validation loss" not in card
     assert "| weights | the mean of all replicas of each stage, of 3 nodes |" in card
     assert "| tokens |" not in model_card(record, {})
+    stopped = {"completed": False, "tokens": 12_345, "resumed_from_step": None}
+    assert "| tokens | 12,345 |" in model_card(record, stopped | {"inner_steps": 1_499})
+    assert "| tokens |" not in model_card(record, stopped | {"inner_steps": 100}), "it was resumed, and is running"
 
 
 def test_a_directory_called_bytes_is_not_the_byte_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
