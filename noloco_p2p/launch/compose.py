@@ -8,9 +8,9 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,10 +124,16 @@ async def run(options: NodeOptions) -> None:
         run_files.introduce(options.dir, ports.advert, libp2p, listen.host, how_to_join)
         if options.address_file is not None:
             join_file.write(options.address_file, joins)
-        closing.callback(lambda: run_files.store_summary(options.dir, node, ports.telemetry))
+        closing.push(partial(_store, lambda: run_files.store_summary(options.dir, node, ports.telemetry)))
         signals.node = node
         await _until_the_end(node, ports.directory, libp2p, standing)
         _check_saved(node, options)
+
+
+def _store(summary: Callable[[], None], kind: object, error: BaseException | None, trace: object) -> None:
+    """Store the summary on leaving a context. If that fails as well, what ended the context is what its owner reads."""
+    with nullcontext() if error is None else suppress(LocalError):
+        summary()
 
 
 class _Threads(ThreadPoolExecutor):

@@ -157,8 +157,7 @@ def _take_over(request: dict[str, Any]) -> list[str]:
     os.environ.update(request["environment"])
     Path("/proc/self/comm").write_text(request["name"])
     importlib.import_module("numpy").random.seed()
-    program: list[str] = request["program"]
-    return program
+    return list(request["program"])
 
 
 if __name__ == "__main__":

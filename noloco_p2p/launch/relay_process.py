@@ -82,5 +82,4 @@ class RelayProcess:
             answer = b""
         if not answer:
             raise LocalError(f"the relay of --link {self.link} does not answer: see its output")
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        return dict(json.loads(answer))

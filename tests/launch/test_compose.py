@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,3 +51,23 @@ def test_work_on_a_device_that_does_not_end_is_given_up_when_the_node_ends(
         asyncio.run(main())
     finally:
         ended.set()
+
+
+@pytest.mark.parametrize("failure", [LocalError("the certificate has expired"), asyncio.CancelledError(), None])
+def test_a_summary_that_cannot_be_stored_does_not_hide_why_the_node_failed(failure: BaseException | None) -> None:
+    """On a full disk a node said only that its summary.json could not be written."""
+
+    def full() -> None:
+        raise LocalError("summary.json cannot be written: the disk is full")
+
+    async def life() -> None:
+        async with AsyncExitStack() as closing:
+            closing.push(partial(compose._store, full))
+            if failure is not None:
+                raise failure
+
+    with pytest.raises((LocalError, asyncio.CancelledError)) as raised:
+        asyncio.run(life())
+    assert str(raised.value) == (
+        "summary.json cannot be written: the disk is full" if failure is None else str(failure)
+    )

@@ -117,8 +117,7 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
     ]
     rounds = run.total("rounds")
     by_result = [(name, humanize.count(n), _share(n, rounds.total())) for name, n in rounds.most_common()]
-    stds = {stage: run.last("spread", stage) for stage in run.stages}
-    spread = [(f"stage {stage}", humanize.figure(std)) for stage, std in stds.items() if std is not None]
+    spread = [(f"stage {n}", humanize.figure(std)) for n in run.stages if (std := run.last("spread", n)) is not None]
     tables: dict[str, list[PageTable]] = {
         "Time": [
             ("Time spent while training, all nodes", ("what", "time", "share"), times),
@@ -161,10 +160,9 @@ def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
             ChartLine(name, colour, points, name) for name, colour, points in zip(runs, colours, found, strict=False)
         ]
 
-    losses = {"Loss": "loss", "Validation loss": "validation"}
     panels = [
         panel(by_step(title, lines([one.mean(curve) for one in charts]), from_zero=False), {}, NATS)
-        for title, curve in losses.items()
+        for title, curve in (("Loss", "loss"), ("Validation loss", "validation"))
     ]
     tokens = over_time("Tokens per second", lines([one.rates("tokens") for one in charts]), span_s)
     headlines = [{"": standing(run), **headline(run)} for run in runs.values()]
