@@ -188,8 +188,7 @@ class RunCounters:
         """Sums over all inner steps with a finite loss."""
         self.last_losses: deque[tuple[float, float]] = deque(maxlen=FINAL_STEPS)
         """(loss sum, tokens) of the last inner steps."""
-        self.resumed: dict[str, object] | None = None
-        """Where this process last took its weights from: source, round, step and peer."""
+        self.resumed: dict[str, object] | None = None  # source, round, step and peer of its weights, as taken last
         self.members: Mapping[tuple[int, str], int] | None = None
         """(stage, state) → number of nodes; None before the first reading of the membership."""
         self.deserted_since: dict[int, float] = {}  # stage that nobody serves → since when, monotonic
@@ -250,6 +249,7 @@ class RunCounters:
                 before, self.state = self.state, str(fields["state"])
                 if (before == "training") != (self.state == "training"):
                     self.training_turns.append(self.wall_time())
+                    self.rates["tokens"] = RateMeter()  # a pause is no part of the time between two steps
                     if len(self.training_turns) > MOST_TURNS:
                         del self.training_turns[1:3]
             case "stage":

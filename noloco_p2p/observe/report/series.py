@@ -38,8 +38,7 @@ def write(directories: Sequence[Path], out: Path) -> int:
     places = node_dirs(directories)
     found = [row for place, name in places.items() for one in read_processes(place) for row in _rows(name, one)]
     text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerows([Row._fields, *sorted(found, key=lambda row: (row.time, row.node))])
+    csv.writer(text, lineterminator="\n").writerows([Row._fields, *sorted(found, key=lambda row: (row.time, row.node))])
     write_whole(out, text.getvalue().encode())
     return len(found)
 

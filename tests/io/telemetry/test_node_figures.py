@@ -76,6 +76,20 @@ def test_marks_are_bounded() -> None:
     assert len(rate._marks) <= 11
 
 
+def test_a_pause_does_not_count_in_the_rate_of_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ten seconds after an hour's pause, a node that trained on 100 tokens per second showed less than one."""
+    counters, now = RunCounters(1), 1_000.0
+    monkeypatch.setattr("noloco_p2p.io.telemetry.counters.time.monotonic", lambda: now)
+    for pause_s in (0.0, 3_600.0):
+        counters.count("state", {"state": "paused"})
+        now += pause_s
+        counters.count("state", {"state": "training"})
+        for step in range(20):
+            counters.count("inner_step", {"step": step, "tokens": 25, "loss_sum": 50.0, "loss_tokens": 25})
+            now += 0.25
+        assert node_figures.status_figures(counters, None).tokens_per_s == pytest.approx(100.0, rel=0.1)
+
+
 def test_figures_that_are_not_finite_are_none(tmp_path: Path) -> None:
     counters = RunCounters(2)
     assert node_figures.status_figures(counters, None).loss is None
