@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,6 +18,7 @@ from noloco_p2p.observe.bandwidth_probe import LinkProbe, SnapshotTransfer
 from noloco_p2p.observe.diagnosis.findings import Finding
 from noloco_p2p.observe.doctor import peers
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
+from noloco_p2p.observe.doctor.examination import Examination
 from noloco_p2p.observe.doctor.run_requirements import RunRequirements, StageLinks, expected_rate, round_seconds
 
 # --- clocks -------------------------------------------------------------------------------------------------------
@@ -164,6 +166,25 @@ def test_a_running_node_is_not_one_of_the_replicas_that_it_exchanges_weights_wit
     assert asked == [*(mate.peer_id for mate in mates), mates[0].peer_id]
     vectors = 2 * run.outer.vector_bytes(1_000, run.compute_dtype)
     assert needs.report.figures["expected_s_per_outer_round"] == pytest.approx(0.1 + vectors / (1 << 20))
+
+
+def test_a_running_node_is_examined_at_its_own_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The room for its checkpoints and its speed were those of the stage that a further node would have taken."""
+    speeds: list[int] = []
+
+    async def sizes(*_: object) -> list[int]:
+        return [1_000, 2_000]
+
+    async def speed(needs: RunRequirements, stage: int, *_: object) -> None:
+        speeds.append(stage)
+
+    monkeypatch.setattr(RunRequirements, "check", sizes)
+    monkeypatch.setattr(RunRequirements, "check_speed", speed)
+    own, run = advert(0, 0), RunManifest(stages=2)
+    for running, local in ((own.peer_id, NodeConfig()), (own.peer_id, NodeConfig(stage=1)), (None, NodeConfig())):
+        examination = Examination(DoctorReport(), Overrides(()), tmp_path, local, None, running)
+        asyncio.run(examination._examine_run(Mock(), "me", run, [own], answered=False))
+    assert speeds == [0, 1, 1], "with a stage in the settings that one; a further node would take stage 1"
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -163,8 +163,9 @@ class Examination:
         """
         needs = self.requirements(manifest)
         stage = needs.wanted_stage()
-        if stage is None:  # the stage that a node would take if none is given
-            stage = choose_stage(Advert(me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
+        if stage is None:  # that of the running node, or else the one that a node would take
+            would_take = choose_stage(Advert(me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
+            stage = next((one.stage for one in present if one.peer_id == self.own and one.stage >= 0), would_take)
         ready = [advert for advert in present if answered and advert.state in READY]
         links = [
             await needs.measure_links(probe, index, [advert for advert in ready if advert.stage == index])

@@ -50,13 +50,12 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     model = [said("model", "family"), *(f"{word} {said('model', 'config', name)}" for word, name in sizes.items())]
     data = said("data", "dataset") or DATA.get(said("data", "kind"), said("data", "kind"))
     machines = Counter(node.machine for node in run.nodes if node.machine)
-    commands = (node.command for node in run.nodes if node.command)
     found = {
         "model": ", ".join(model) if model[0] else "",
         "data": f"{data}, tokenizer {said('data', 'tokenizer')}" if data else "",
         "hardware": "; ".join(f"{humanize.plural(n, 'node')} on {machine}" for machine, n in machines.most_common(5)),
         "software": ", ".join(sorted({f"noloco_p2p {node.version}" for node in run.nodes if node.version})[:5]),
-        "command": clean(run.summary.get("command") or next(commands, "")),
+        "command": clean(run.summary.get("command") or next((one.command for one in run.nodes if one.command), "")),
     }
     return [(what, words) for what, words in found.items() if words]
 
