@@ -23,6 +23,10 @@ NEIGHBOURS = 20
 """How many DHT nodes nearest to a key a search asks: Kademlia's k."""
 STAGE_LIMIT_BYTES = 3 << 20
 """Most bytes of one stage's records, without keys. With keys they still fit into one reply of hivemind (4 MiB)."""
+LEAST_RECORD_BYTES = 256
+"""Every record is larger."""
+DICTIONARY = 0x50
+"""Type of the msgpack extension in which hivemind sends records."""
 SPARE_ENTRIES = 64
 """Beyond that, and beyond one for each record, entries of earlier expirations are dropped from a store."""
 CHECKED_AT_ONCE = 8
@@ -105,19 +109,34 @@ class _Inspection:
         """Do nothing."""
 
     async def validate_response(self, response: Any, request: Any) -> bool:
-        """Whether to accept a response."""
+        """Whether to accept a response. Raises any error if it cannot be read."""
         from hivemind.dht.protocol import DHTProtocol
         from hivemind.dht.routing import DHTID
         from hivemind.dht.validation import DHTRecord
 
-        pack, unpack = DHTProtocol.serializer.dumps, DHTProtocol.serializer.loads
+        pack = DHTProtocol.serializer.dumps
         async with self._turn:
             for found in getattr(response, "results", ()):
-                held = unpack(found.value).data if found.value else {}
-                async for peer, (record, expires) in in_turns(held.items(), CHECKED_AT_ONCE):
+                async for peer, record, expires in in_turns(_records(found.value), CHECKED_AT_ONCE):
                     if not self._validator.validate(DHTRecord(request.keys[0], pack(peer), record, expires)):
                         break  # hivemind drops all of them
         return bool(len(response.peer.node_id) <= DHTID.HASH_NBYTES)
+
+
+def _records(packed: bytes) -> Any:
+    """Peer id, record and expiration of each record in an answer. Raises any error unless that is a dictionary without
+    further extensions: each level of these takes hivemind 40 KiB of the stack, whose end ends the process."""
+    import msgpack
+
+    def refuse(kind: int, data: bytes) -> None:
+        raise ValueError(f"an extension of type {kind}")
+
+    if not packed:
+        return ()
+    found = msgpack.unpackb(packed)
+    if found.code != DICTIONARY:
+        refuse(*found)
+    return msgpack.unpackb(found.data, ext_hook=refuse, max_array_len=STAGE_LIMIT_BYTES // LEAST_RECORD_BYTES)[2]
 
 
 def _valid(validate: Callable[[bytes, Any], bool], key: bytes, records: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,6 +263,48 @@ def test_an_answer_full_of_records_is_checked_a_few_at_a_time() -> None:
         counting.cancel()
         assert turns.checked.total() == 20_000
         assert max(turns.checked.values()) <= dht_node.CHECKED_AT_ONCE
+
+    asyncio.run(scenario())
+
+
+def nested(levels: int) -> bytes:
+    import msgpack
+
+    inner = b"\x90"
+    for _ in range(levels):
+        inner = b"\x91" + cast(bytes, msgpack.packb(msgpack.ExtType(0x40, inner)))
+    return inner
+
+
+def answered(*fields: bytes, kind: int = 0x50) -> Any:
+    """An answer with a dictionary, or what else may stand in its place."""
+    import msgpack
+    from hivemind.proto import dht_pb2
+
+    value = msgpack.packb(msgpack.ExtType(kind, b"\x93" + b"".join(fields)))
+    return dht_pb2.FindResponse(results=[dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value)])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: answered(b"\xc0\x00\x91\x93\xa1x", nested(100), b"\x00"),
+        lambda: answered(nested(100), b"\x00\x90"),
+        lambda: answered(b"\xc0\x00\x92\x93\xa1x\xc4\x00\x00\x93\xa1y", b"\xd4\x01x", b"\x00"),
+        lambda: answered(b"\xc0\x00\x90", kind=0x01),
+        lambda: answered(b"\xc0\x00\xdd\x00\x01\x00\x00" + b"\x93\xa1x\xc4\x00\x00" * 65_536),
+    ],
+)
+def test_an_answer_is_not_unpacked_by_hivemind_unless_it_is_a_plain_dictionary_of_records(
+    answer: Callable[[], Any],
+) -> None:
+    """Two hundred levels of extensions ended the process; and each unknown extension was a line in the log."""
+    from hivemind.proto import dht_pb2
+
+    async def scenario() -> None:
+        inspection = dht_node._Inspection(cast(Any, Turns()))
+        with pytest.raises(ValueError, match="extension|max_array_len"):
+            await inspection.validate_response(answer(), dht_pb2.FindRequest(keys=[b"key"]))
 
     asyncio.run(scenario())
 
