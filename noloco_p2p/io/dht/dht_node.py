@@ -117,6 +117,8 @@ class _Inspection:
         pack = DHTProtocol.serializer.dumps
         async with self._turn:
             for found in getattr(response, "results", ()):
+                if len(found.nearest_peer_ids) > NEIGHBOURS or any(len(one) > 64 for one in found.nearest_peer_ids):
+                    return False  # naming a peer takes hivemind time that grows with the square of the id's length
                 async for peer, record, expires in in_turns(_records(found.value), CHECKED_AT_ONCE):
                     if not self._validator.validate(DHTRecord(request.keys[0], pack(peer), record, expires)):
                         break  # hivemind drops all of them

@@ -309,6 +309,26 @@ def test_an_answer_is_not_unpacked_by_hivemind_unless_it_is_a_plain_dictionary_o
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("named", [[bytes(65)], [bytes(34)] * 21], ids=["an endless id", "too many"])
+def test_an_answer_that_names_no_peers_as_it_should_is_refused(named: list[bytes]) -> None:
+    """An id of 100 kB kept the event loop busy for 8 s, one of a megabyte for a quarter of an hour."""
+    from hivemind.proto import dht_pb2
+
+    async def scenario() -> None:
+        inspection = dht_node._Inspection(cast(Any, Turns()))
+        asked = dht_pb2.FindRequest(keys=[b"key"])
+        usual, other = (
+            dht_pb2.FindResponse(
+                results=[dht_pb2.FindResult(nearest_node_ids=[bytes(20)] * len(ids), nearest_peer_ids=ids)]
+            )
+            for ids in ([bytes(38)] * 20, named)
+        )
+        assert await inspection.validate_response(usual, asked)
+        assert not await inspection.validate_response(other, asked)
+
+    asyncio.run(scenario())
+
+
 def test_who_claims_many_places_is_not_sent_all_records_for_each(tmp_path: Path) -> None:
     from hivemind.dht.routing import DHTID
     from hivemind.proto import dht_pb2
