@@ -68,8 +68,9 @@ async def create(p2p: Any, validator: AdvertValidator, *, asks_only: bool = Fals
     # With a cache, readers would get what a stranger put into it instead of what is stored.
     node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
     node._filter_blacklisted = functools.partial(_others, node.node_id, node._filter_blacklisted)
-    protocol = node.protocol
+    protocol, table = node.protocol, node.protocol.routing_table
     protocol._validate_dictionary = functools.partial(_valid, protocol._validate_dictionary)
+    table.split_bucket = functools.partial(_split, table)
     return node
 
 
@@ -150,6 +151,16 @@ def _valid(validate: Callable[[bytes, Any], bool], key: bytes, records: Any) -> 
 def _others(own: Any, usable: Callable[[dict[Any, Any]], dict[Any, Any]], named: dict[Any, Any]) -> dict[Any, Any]:
     """The nodes named by a peer that hivemind may ask, without this node, which would end a search with an error."""
     return {place: peer for place, peer in usable(named).items() if place != own}
+
+
+def _split(table: Any, index: int) -> None:
+    """Split a bucket of the routing table. hivemind leaves a node at the first place of the upper half in the lower
+    one, where it does not find it: an error would end what later drops that node."""
+    lower, upper = table.buckets[index].split()
+    table.buckets[index : index + 1] = lower, upper
+    for held in lower.nodes_to_peer_id, lower.replacement_nodes:
+        for place in [one for one in held if one == upper.lower]:
+            upper.add_or_update_node(place, held.pop(place))
 
 
 async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:

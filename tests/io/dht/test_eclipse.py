@@ -228,6 +228,26 @@ def test_a_stranger_with_any_number_of_places_or_names_takes_a_bounded_amount_of
     assert len(blacklist.banned_peers) == 0
 
 
+def test_a_stranger_at_the_middle_of_a_bucket_does_not_end_the_rejoining(tmp_path: Path) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import PeerID
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            dht = a.directory._node
+            table, middle = dht.protocol.routing_table, 1 << 159
+            table.node_id, stranger = DHTID(1), PeerID(bytes(34))
+            for number in (*range(1, 21), 0, *range(21, 62)):
+                await dht.protocol.update_routing_table(DHTID(middle - number), stranger)
+            for _ in range(3):
+                dht_node.forget_spares(dht)
+            await dht.protocol.update_routing_table(DHTID(middle), stranger)
+            await dht.protocol.update_routing_table(DHTID(middle), stranger, responded=False)
+            assert middle not in table.uid_to_peer_id
+
+    run(scenario)
+
+
 class Turns:
     """A validator that notes in which turn of the event loop each record was checked."""
 
