@@ -85,8 +85,8 @@ def _malformed(text: str, reason: str) -> str:
 
 
 def _kind(host: str) -> str | None:
-    """`ip4`, `ip6` or `dns4`; None if it is not a host at all."""
-    if (ip := ip_of(host)) is not None:
+    """`ip4`, `ip6` or `dns4`; None if it is not a host at all, or has a zone, of which libp2p addresses have none."""
+    if (ip := ip_of(host)) is not None and "%" not in host:
         return f"ip{ip.version}"
     return "dns4" if _NAME.fullmatch(host) and not re.fullmatch(r"[0-9.]+", host) else None
 

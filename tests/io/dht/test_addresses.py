@@ -44,6 +44,7 @@ def test_a_join_address_is_read_and_written_back(where: str) -> None:
         (f"/ip4/10.0.0.300/tcp/4001/p2p/{PEER}", "not a valid ip4 host"),
         (f"/ip4/name/tcp/4001/p2p/{PEER}", "not a valid ip4 host"),
         (f"/ip6/10.0.0.1/tcp/4001/p2p/{PEER}", "not a valid ip6 host"),
+        (f"/ip6/2600::1%eth0/tcp/4001/p2p/{PEER}", "not a valid ip6 host"),
         (f"/dns4/10.0.0.300/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
         (f"/dns4/-name/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
         (f"/dns4/node..example.org/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
