@@ -8,12 +8,11 @@ is imported where it is used, because the import takes time; its objects are unt
 import asyncio
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, AdvertValidator, dht_time
+from noloco_p2p.io.dht.adverts import AdvertValidator
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES
 from noloco_p2p.io.dht.reach import in_turns
 
@@ -21,14 +20,6 @@ WAIT_TIMEOUT_S = 2.0
 """Longest wait for one peer's answer to one DHT request."""
 NEIGHBOURS = 20
 """How many DHT nodes nearest to a key a search asks: Kademlia's k."""
-STAGE_LIMIT_BYTES = 3 << 20
-"""Most bytes of one stage's records, without keys. With keys they still fit into one reply of hivemind (4 MiB)."""
-LEAST_RECORD_BYTES = 256
-"""Every record is larger."""
-DICTIONARY = 0x50
-"""Type of the msgpack extension in which hivemind sends records."""
-SPARE_ENTRIES = 64
-"""Beyond that, and beyond one for each record, entries of earlier expirations are dropped from a store."""
 CHECKED_AT_ONCE = 8
 """How many records are checked before other tasks get a turn: 10 ms, if none of them has been checked before."""
 UNTIL_ALL_ARE_ASKED = float("nan")
@@ -47,9 +38,11 @@ async def create(p2p: Any, validator: AdvertValidator, *, asks_only: bool = Fals
     from hivemind.dht.routing import DHTID
     from hivemind.proto import dht_pb2
 
+    from noloco_p2p.io.dht.record_store import RecordStore, unpacked
+
     logging.getLogger("asyncio").addFilter(_belongs_in_log)
     # hivemind sets this only after peers can already ask. Until then they get one without a node id.
-    DHTProtocol.node_info = dht_pb2.NodeInfo()
+    DHTProtocol.node_info, DHTProtocol.serializer._decode_ext_types = dht_pb2.NodeInfo(), staticmethod(unpacked)
     node = await DHTNode.create(
         p2p=p2p,
         node_id=DHTID.generate(p2p.peer_id.to_base58()),
@@ -66,11 +59,9 @@ async def create(p2p: Any, validator: AdvertValidator, *, asks_only: bool = Fals
         authorizer=_Inspection(validator),
     )
     # With a cache, readers would get what a stranger put into it instead of what is stored.
-    node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
+    node.protocol.storage, node.protocol.cache = RecordStore(), RecordStore(0)
     node._filter_blacklisted = functools.partial(_others, node.node_id, node._filter_blacklisted)
-    protocol, table = node.protocol, node.protocol.routing_table
-    protocol._validate_dictionary = functools.partial(_valid, protocol._validate_dictionary)
-    table.split_bucket = functools.partial(_split, table)
+    node.protocol.routing_table.split_bucket = functools.partial(_split, node.protocol.routing_table)
     return node
 
 
@@ -100,11 +91,9 @@ class _Inspection:
         """Whether to answer a request."""
         from hivemind.dht.routing import DHTID
 
-        if len(request.peer.node_id) > DHTID.HASH_NBYTES:
-            return False
-        if type(request).__name__ == "PingRequest":
-            return True
-        return len(request.keys) == 1 and b"" not in getattr(request, "subkeys", ())  # b"" means a dictionary
+        keys, subkeys = getattr(request, "keys", (b"",)), getattr(request, "subkeys", ())  # a ping has neither
+        is_plain = len(keys) == 1 and b"" not in subkeys  # b"" means a dictionary
+        return is_plain and len(request.peer.node_id) <= DHTID.HASH_NBYTES
 
     async def sign_response(self, response: Any, request: Any) -> None:
         """Do nothing."""
@@ -115,37 +104,18 @@ class _Inspection:
         from hivemind.dht.routing import DHTID
         from hivemind.dht.validation import DHTRecord
 
-        pack = DHTProtocol.serializer.dumps
+        pack, unpack = DHTProtocol.serializer.dumps, DHTProtocol.serializer.loads
         async with self._turn:
             for found in getattr(response, "results", ()):
-                if len(found.nearest_peer_ids) > NEIGHBOURS or any(len(one) > 64 for one in found.nearest_peer_ids):
-                    return False  # naming a peer takes hivemind time that grows with the square of the id's length
-                async for peer, record, expires in in_turns(_records(found.value), CHECKED_AT_ONCE):
+                ids = found.nearest_peer_ids
+                # Only msgpack extensions begin so. Reading an id takes time that grows with the square of its length.
+                if found.value[:1] not in b"\xc7\xc8\xc9" or len(ids) > NEIGHBOURS or any(len(one) > 64 for one in ids):
+                    return False
+                held = unpack(found.value).data if found.value else {}
+                async for peer, (record, expires) in in_turns(held.items(), CHECKED_AT_ONCE):
                     if not self._validator.validate(DHTRecord(request.keys[0], pack(peer), record, expires)):
                         break  # hivemind drops all of them
         return bool(len(response.peer.node_id) <= DHTID.HASH_NBYTES)
-
-
-def _records(packed: bytes) -> Any:
-    """Peer id, record and expiration of each record in an answer. Raises any error unless that is a dictionary without
-    further extensions: each level of these takes hivemind 40 KiB of the stack, whose end ends the process."""
-    import msgpack
-
-    def refuse(kind: int, data: bytes) -> None:
-        raise ValueError(f"an extension of type {kind}")
-
-    if not packed:
-        return ()
-    found = msgpack.unpackb(packed)
-    if found.code != DICTIONARY:
-        refuse(*found)
-    return msgpack.unpackb(found.data, ext_hook=refuse, max_array_len=STAGE_LIMIT_BYTES // LEAST_RECORD_BYTES)[2]
-
-
-def _valid(validate: Callable[[bytes, Any], bool], key: bytes, records: Any) -> bool:
-    """Whether a peer's records are valid. Drops the bounds that it sends, which hivemind would use unchecked."""
-    records.maxsize, records.latest_expiration_time = math.inf, -math.inf
-    return validate(key, records)
 
 
 def _others(own: Any, usable: Callable[[dict[Any, Any]], dict[Any, Any]], named: dict[Any, Any]) -> dict[Any, Any]:
@@ -183,8 +153,7 @@ def forget_spares(node: Any) -> None:
 
 async def search(node: Any, keys: Sequence[str]) -> dict[str, Any]:
     """For each key, what the nodes nearest to it hold: a value that maps peer ids to valid payloads, or None."""
-    found: dict[str, Any] = await node.get_many(keys, sufficient_expiration_time=UNTIL_ALL_ARE_ASKED)
-    return found
+    return dict(await node.get_many(keys, sufficient_expiration_time=UNTIL_ALL_ARE_ASKED))
 
 
 def hold(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
@@ -214,7 +183,7 @@ def _signed(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float
 
 
 async def ask(node: Any, peers: Iterable[PeerId], keys: Sequence[str], into: Any) -> None:
-    """Ask each of these peers for the records that it holds, and put the valid ones into a `record_store`."""
+    """Ask each of these peers for the records that it holds, and put the valid ones into a `RecordStore`."""
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import PeerID
 
@@ -237,80 +206,3 @@ def merged(node: Any, found: Any, held: Any, key: str) -> dict[object, tuple[obj
         if peer_id not in records or records[peer_id][1] < expires:
             records[peer_id] = (unpack(record[SIGNATURE_BYTES:]), expires)
     return records
-
-
-def record_store(limit_bytes: int = STAGE_LIMIT_BYTES) -> Any:
-    """A storage for hivemind's DHTProtocol that holds `limit_bytes` under each key; with 0 it stores nothing.
-
-    hivemind's own storage is unbounded, lets a replayed older record shorten the life of a newer one, and hands out its
-    own dictionary, into which a reader then merges other peers' answers.
-    """
-    return _store_class()(limit_bytes)
-
-
-def _copied(held: Any) -> Any:
-    """A copy of the records under a key."""
-    copy = type(held)()
-    copy.data, copy.key_to_heap = dict(held.data), dict(held.key_to_heap)
-    copy.expiration_heap, copy.latest_expiration_time = list(held.expiration_heap), held.latest_expiration_time
-    return copy
-
-
-def _drop_spare_entries(*storages: Any) -> None:
-    """hivemind keeps an entry for each renewal until it would have expired: drop them if they are many."""
-    for one in storages:
-        if len(one.expiration_heap) > 2 * len(one.data) + SPARE_ENTRIES:
-            one.expiration_heap = sorted(one.key_to_heap.values())
-
-
-@functools.cache
-def _store_class() -> Any:
-    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-
-    class RecordStore(DHTLocalStorage):  # type: ignore[misc]  # hivemind is untyped
-        """Peers with a record keep their place and may renew the record; newcomers share the room that is left."""
-
-        def __init__(self, limit_bytes: int) -> None:
-            super().__init__()
-            self._limit_bytes = limit_bytes
-
-        def get(self, key: Any) -> Any:
-            """A copy of what is held under a key, or None if there is nothing."""
-            found = self._found(key)
-            return None if found is None else type(found)(_copied(found.value), found.expiration_time)
-
-        def items(self) -> Any:
-            """Nothing: hivemind would send them to whoever claims a new place, any number of times."""
-            return iter(())
-
-        def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-            """Store a record if it expires later than the one held and there is room; returns whether it was stored."""
-            found = self._found(key)
-            held = found.value if found is not None else DictionaryDHTValue()
-            before = held.get(subkey)
-            if before is not None and before.expiration_time >= expiration_time:
-                return False
-            nbytes = vars(held).get("nbytes", 0) + len(value) - (len(before.value) if before is not None else 0)
-            if nbytes > self._limit_bytes:  # some of these records may have expired
-                nbytes = len(value) + sum(len(one.value) for peer_id, one in held.items() if peer_id != subkey)
-            if nbytes > self._limit_bytes or not held.store(subkey, value, expiration_time):
-                return False
-            held.nbytes = nbytes
-            if found is None or found.expiration_time < expiration_time:
-                self.store(key, held, expiration_time)
-            _drop_spare_entries(held, self)
-            return True
-
-        def _found(self, key: Any) -> Any:
-            """What is held under a key. Records from before the clock was set back are dropped: peers would refuse them
-            along with all others, and no newer ones could replace them."""
-            found, latest = super().get(key), dht_time() + LONGEST_TTL_S
-            if found is None or found.expiration_time <= latest:
-                return found
-            del self[key]
-            for peer_id, (record, expires) in found.value.items():
-                if expires <= latest:
-                    self.store_subkey(key, peer_id, record, expires)
-            return super().get(key)
-
-    return RecordStore

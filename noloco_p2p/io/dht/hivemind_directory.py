@@ -19,6 +19,7 @@ from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.reach import T, in_turns
+from noloco_p2p.io.dht.streams import cancelled
 
 STORE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
 BOOTSTRAP_TIMEOUT_S = 5.0
@@ -45,6 +46,8 @@ class HivemindDirectory:
         self, libp2p: Libp2pDaemon, run_id: str, stages: int, known: KnownPeers, members: MemberRecords | None
     ) -> None:
         """See `open`."""
+        from noloco_p2p.io.dht.record_store import RecordStore
+
         self._libp2p = libp2p
         self._node: Any = None
         """hivemind's DHTNode on the daemon."""
@@ -59,7 +62,7 @@ class HivemindDirectory:
         self._newest: Advert | None = None
         self._seen: frozenset[PeerId] = frozenset()
         """The peers in the last reading."""
-        self._heard = dht_node.record_store()
+        self._heard = RecordStore()
         """Records that linked peers returned when asked for what they hold."""
         self._turn = 0
         self._announcing = asyncio.Lock()  # until an advert is stored: an older one stored later would outlive it
@@ -154,9 +157,7 @@ class HivemindDirectory:
 
     async def close(self) -> None:
         """Stop the DHT node and the task that keeps it linked, but not the daemon. Does not withdraw."""
-        if self._rejoining is not None:
-            self._rejoining.cancel()
-            await asyncio.gather(self._rejoining, return_exceptions=True)
+        await cancelled([] if self._rejoining is None else [self._rejoining])
         with contextlib.suppress(NolocoError):
             await self._libp2p.guard(self._node.shutdown(), BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
 
@@ -185,8 +186,8 @@ class HivemindDirectory:
             self._cut_off = f"the libp2p daemon (p2pd) could not be restarted ({error})"
             return self._cut_off
         node.protocol.storage, self._node = self._node.protocol.storage, node
-        met = [one for _, one in sorted(self._libp2p.met.items())]
-        await _logged(asyncio.to_thread(self._known.remember, met))  # on a full disk they are dialled all the same
+        # On a full disk they are dialled all the same.
+        await _logged(asyncio.to_thread(self._known.remember, [one for _, one in sorted(self._libp2p.met.items())]))
         await _logged(self.rejoin())
         self._rejoining = asyncio.create_task(self._rejoin_forever())
         self._cut_off = ""
@@ -280,7 +281,6 @@ class HivemindDirectory:
             said = await _logged(self.rejoin(), said)
 
     async def _dht_node(self) -> Any:
-        """hivemind's DHTNode on the daemon."""
         from hivemind.dht.routing import DHTID
 
         hashed = {DHTID.generate(key).to_bytes(): stage for key, stage in self._keys.items()}

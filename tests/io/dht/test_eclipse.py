@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,37 +296,44 @@ def nested(levels: int) -> bytes:
     return inner
 
 
-def answered(*fields: bytes, kind: int = 0x50) -> Any:
-    """An answer with a dictionary, or what else may stand in its place."""
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (0x40, b"\x93\xc0\x00\xc4\x20" + bytes(32)),
+        (0x01, b"\x93\xc0\x00\xc4\x20" + bytes(32)),
+        (0x50, b"\x93\xc0\x00\xdd\x00\x01\x00\x00" + b"\x93\xa1x\xc4\x00\x00" * 65_536),
+    ],
+    ids=["a tuple", "an unknown extension", "a million records"],
+)
+def test_an_answer_with_anything_but_a_dictionary_of_records_is_refused(
+    kind: int, fields: bytes, tmp_path: Path
+) -> None:
+    """A line in the log for each unknown extension, and seconds of work for a million records of nothing."""
     import msgpack
     from hivemind.proto import dht_pb2
 
-    value = msgpack.packb(msgpack.ExtType(kind, b"\x93" + b"".join(fields)))
-    return dht_pb2.FindResponse(results=[dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value)])
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            result = dht_pb2.FindResult(value=msgpack.packb(msgpack.ExtType(kind, fields)))
+            inspection, asked = a.directory._node.protocol.authorizer, dht_pb2.FindRequest(keys=[b"key"])
+            with pytest.raises(ValueError, match=r"extension|max_array_len"):
+                await inspection.validate_response(dht_pb2.FindResponse(results=[result]), asked)
+
+    run(scenario)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda: answered(b"\xc0\x00\x91\x93\xa1x", nested(100), b"\x00"),
-        lambda: answered(nested(100), b"\x00\x90"),
-        lambda: answered(b"\xc0\x00\x92\x93\xa1x\xc4\x00\x00\x93\xa1y", b"\xd4\x01x", b"\x00"),
-        lambda: answered(b"\xc0\x00\x90", kind=0x01),
-        lambda: answered(b"\xc0\x00\xdd\x00\x01\x00\x00" + b"\x93\xa1x\xc4\x00\x00" * 65_536),
-    ],
-)
-def test_an_answer_is_not_unpacked_by_hivemind_unless_it_is_a_plain_dictionary_of_records(
-    answer: Callable[[], Any],
-) -> None:
-    """Two hundred levels of extensions ended the process; and each unknown extension was a line in the log."""
-    from hivemind.proto import dht_pb2
+def test_extensions_within_a_record_are_not_unpacked(tmp_path: Path) -> None:
+    """Two hundred levels of them, each in another, took all of the stack and ended the process."""
+    import msgpack
+    from hivemind.dht.protocol import DHTProtocol
 
     async def scenario() -> None:
-        inspection = dht_node._Inspection(cast(Any, Turns()))
-        with pytest.raises(ValueError, match="extension|max_array_len"):
-            await inspection.validate_response(answer(), dht_pb2.FindRequest(keys=[b"key"]))
+        async with node(tmp_path / "a"):
+            fields = b"\x93\xc0\x00\x91\x93\xa1x" + nested(100) + b"\x00"
+            held = DHTProtocol.serializer.loads(msgpack.packb(msgpack.ExtType(0x50, fields)))
+            assert isinstance(held.data["x"].value[0], msgpack.ExtType)
 
-    asyncio.run(scenario())
+    run(scenario)
 
 
 @pytest.mark.parametrize("named", [[bytes(65)], [bytes(34)] * 21], ids=["an endless id", "too many"])
@@ -377,7 +384,9 @@ def test_who_claims_many_places_is_not_sent_all_records_for_each(tmp_path: Path)
 def test_a_record_that_is_renewed_without_end_takes_no_more_memory() -> None:
     from hivemind.dht.routing import DHTID
 
-    store, key, expires = dht_node.record_store(), DHTID.generate("key"), dht_time() + TTL_S
+    from noloco_p2p.io.dht.record_store import RecordStore
+
+    store, key, expires = RecordStore(), DHTID.generate("key"), dht_time() + TTL_S
     for number in range(10_000):
         assert store.store_subkey(key, f"{number % 2}", b"record", expires + number / 1000)
     held = store.get(key).value
@@ -390,7 +399,9 @@ def test_what_has_expired_makes_room_in_a_full_stage(monkeypatch: pytest.MonkeyP
     from hivemind.dht.routing import DHTID
     from hivemind.utils import timed_storage
 
-    store, key, now = dht_node.record_store(1000), DHTID.generate("key"), dht_time()
+    from noloco_p2p.io.dht.record_store import RecordStore
+
+    store, key, now = RecordStore(1000), DHTID.generate("key"), dht_time()
     assert store.store_subkey(key, "short", bytes(600), now + TTL_S)
     assert store.store_subkey(key, "long", bytes(400), now + 3 * TTL_S)
     assert not store.store_subkey(key, "new", bytes(1), now + 3 * TTL_S)
@@ -402,7 +413,9 @@ def test_what_has_expired_makes_room_in_a_full_stage(monkeypatch: pytest.MonkeyP
 def test_a_full_stage_keeps_its_records() -> None:
     from hivemind.dht.routing import DHTID
 
-    store, key, expires = dht_node.record_store(1000), DHTID.generate("key"), dht_time() + TTL_S
+    from noloco_p2p.io.dht.record_store import RecordStore
+
+    store, key, expires = RecordStore(1000), DHTID.generate("key"), dht_time() + TTL_S
     assert store.store_subkey(key, "honest", bytes(400), expires)
     assert store.store_subkey(key, "first", bytes(600), expires)
     assert not store.store_subkey(key, "second", bytes(1), expires)
@@ -416,7 +429,9 @@ def test_a_replayed_older_record_does_not_shorten_the_lifetime(monkeypatch: pyte
     from hivemind.dht.routing import DHTID
     from hivemind.utils import timed_storage
 
-    store, key, now = dht_node.record_store(), DHTID.generate("key"), dht_time()
+    from noloco_p2p.io.dht.record_store import RecordStore
+
+    store, key, now = RecordStore(), DHTID.generate("key"), dht_time()
     assert store.store_subkey(key, "peer", b"new", now + 2 * TTL_S)
     assert not store.store_subkey(key, "peer", b"old", now + TTL_S)
     monkeypatch.setattr(timed_storage, "get_dht_time", lambda: now + 1.5 * TTL_S)
