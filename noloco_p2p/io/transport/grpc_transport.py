@@ -151,7 +151,8 @@ class GrpcTransport:
         """Fetch a replica's whole state. Raises Violation unless it is as `expected`, and otherwise as `propagate`.
 
         A transfer that is interrupted after its header resumes where it stopped, from the same copy, after a pause and
-        over a new connection, until RESUMES consecutive calls have brought nothing or the deadline leaves no time."""
+        over a new connection, until RESUMES consecutive calls have brought nothing, the pauses have used up the time
+        that the bytes earn, or the deadline leaves none."""
         clock = asyncio.get_running_loop().time
         give_up_at, futile = clock() + deadline_s, 0
         reader = weights_codec.StateReader(peer, expected)
@@ -167,7 +168,7 @@ class GrpcTransport:
                     late = isinstance(error, slow_transfers.Silent) or clock() + RESUME_PAUSE_S >= give_up_at
                     if late or reader.place is None or futile == RESUMES:
                         raise
-                    await asyncio.sleep(RESUME_PAUSE_S)
+                    await due(partial(asyncio.sleep, RESUME_PAUSE_S))()
 
     async def _fetch(
         self,

@@ -11,12 +11,14 @@ import pytest
 from link_fixture import Fault, Proxy
 from machine import in_time, slowness
 from state_fixture import LONG, LONG_SPECS, MIB, NUMBER, SPECS, STATE, Donor, linked
-from transport_fixture import Node, Pair, alive, hang, pair, run, soon, watched_buffers
+from transport_fixture import Node, Pair, alive, hang, pair, run, soon, transport, watched_buffers
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import HostTensor, PeerId, ReplicaState
+from noloco_p2p.core.messages import Advert, HostTensor, PeerId, ReplicaState
+from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.errors import Declined, PeerError, Unreachable, Violation
-from noloco_p2p.io.transport import channels, grpc_transport
+from noloco_p2p.io.transport import channels, grpc_transport, slow_transfers, weights_codec
+from noloco_p2p.sim import virtual_time
 
 
 @pytest.fixture
@@ -138,6 +140,32 @@ def test_a_persistently_silent_link_is_given_up_after_a_few_tries(
             assert alive(made) == 0 < len(made)
 
     run(scenario())
+
+
+def test_a_donor_that_sends_next_to_nothing_in_each_call_is_given_up_like_one_that_does_so_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It used to keep a newcomer until the deadline, half an hour."""
+
+    class Reader:
+        def __init__(self, *_: object) -> None:
+            self.place = 0, 0
+
+        def close(self) -> None: ...
+
+    async def fetch(peer: Advert, reader: Reader, *_: object) -> None:
+        reader.place = 0, reader.place[1] + 1
+        raise Unreachable("reset")
+
+    async def scenario() -> None:
+        now, both = asyncio.get_running_loop().time, transport("A")
+        monkeypatch.setattr(weights_codec, "StateReader", Reader)
+        monkeypatch.setattr(both, "_fetch", fetch)
+        with pytest.raises(slow_transfers.Silent):
+            await both.fetch_state(Advert("B", "run", 0, ()), TRANSFER_DEADLINE_S, LONG_SPECS)
+        assert now() == pytest.approx(slow_transfers.STATE_RESERVE_S, rel=0.1)
+
+    virtual_time.run(scenario(), limit_s=10_000)
 
 
 def test_a_link_that_falls_silent_once_is_replaced(impatient: float) -> None:
