@@ -54,10 +54,10 @@ class Credentials:
         self.unkept = b""
 
     def is_renewed_by(self, chain: bytes) -> bool:
-        """Whether a certificate is valid now, and either outlasts the one in use or replaces one that is not valid yet.
-        Raises as `adopt`."""
+        """Whether a certificate is valid now, has the role of the one in use, and either outlasts that or replaces it
+        before it is valid. Raises as `adopt`."""
         found, held, now = self._own(chain), self.membership, self.clock()
-        return found.begins <= now and (found.until > held.until or held.begins > now)
+        return found.role == held.role and found.begins <= now and (found.until > held.until or held.begins > now)
 
     def _own(self, chain: bytes) -> CertifiedPeer:
         """The contents of this node's certificate. Raises Violation if it is not this node's."""

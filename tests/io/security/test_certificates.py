@@ -104,3 +104,10 @@ def test_a_certificate_is_no_renewal_of_itself(tmp_path: Path) -> None:
     assert not mine.is_renewed_by(mine.chain)
     assert mine.is_renewed_by(club.chain(mine.peer_id, now=club.now + HOUR_S / 2))
     assert not mine.is_renewed_by(club.chain(mine.peer_id, now=club.now + 2 * HOUR_S)), "it is not valid yet"
+
+
+def test_a_member_does_not_let_an_issuer_make_it_an_observer(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    mine = club.credentials("mine", now=club.now + HOUR_S / 2 - certificates.LIFETIME_S["member"])
+    assert mine.is_renewed_by(club.chain(mine.peer_id))
+    assert not mine.is_renewed_by(club.chain(mine.peer_id, "observer"))
