@@ -107,9 +107,9 @@ class _Inspection:
         pack, unpack = DHTProtocol.serializer.dumps, DHTProtocol.serializer.loads
         async with self._turn:
             for found in getattr(response, "results", ()):
-                ids = found.nearest_peer_ids
-                # Only msgpack extensions begin so. Reading an id takes time that grows with the square of its length.
-                if found.value[:1] not in b"\xc7\xc8\xc9" or len(ids) > NEIGHBOURS or any(len(one) > 64 for one in ids):
+                # Nothing (0) or a dictionary (2), a msgpack extension. Reading an id takes the square of its length.
+                ids, usual = found.nearest_peer_ids, found.type in (0, 2) and found.value[:1] in b"\xc7\xc8\xc9"
+                if not usual or len(ids) > 64 or any(len(one) > 64 for one in ids):
                     return False
                 held = unpack(found.value).data if found.value else {}
                 async for peer, (record, expires) in in_turns(held.items(), CHECKED_AT_ONCE):
