@@ -26,8 +26,7 @@ def new_key(file: Annotated[Path, Argument(metavar="FILE", help="File to write; 
     """Make the key of a members-only run. Keep the file: whoever has it can admit others."""
     from noloco_p2p.launch import run_key
 
-    public = run_key.make(file)
-    print(f"wrote {file}; its public half is {public}")
+    print(f"wrote {file}; its public half is {run_key.make(file)}")
     print(f"start the run with: noloco-node --key {shlex.quote(str(file))}")
 
 

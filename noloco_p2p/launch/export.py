@@ -154,8 +154,7 @@ def read_record(directory: Path) -> tuple[RunManifest, int]:
 
 def recorded_data(directory: Path) -> tuple[str, ...]:
     """The data files that the run read, as absolute paths on the machine that exported the directory."""
-    found = node_probe.read_json(directory / RECORD) or {}
-    return node_probe.texts(found.get("data_files"))
+    return node_probe.texts((node_probe.read_json(directory / RECORD) or {}).get("data_files"))
 
 
 def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:

@@ -46,8 +46,7 @@ class RelayProcess:
         for node in nodes:
             node.host = self._hosts[node.name]
             # Only gRPC uses the door: libp2p knows no proxies. The user's own exceptions must not apply here.
-            door = f"http://{node.host}:{doors[node.name]}"
-            node.environment = {"grpc_proxy": door, "no_grpc_proxy": ""}
+            node.environment = {"grpc_proxy": f"http://{node.host}:{doors[node.name]}", "no_grpc_proxy": ""}
 
     @property
     def running(self) -> bool:

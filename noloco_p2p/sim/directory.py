@@ -89,8 +89,7 @@ class Registry:
         A `reader` in a group sees what that group announced, and what was announced before the split.
         """
         group = None if reader is None else self._group(reader)
-        view = self._whole if group is None else self._of_group[group]
-        return view.at(now - self.view_age_s)
+        return (self._whole if group is None else self._of_group[group]).at(now - self.view_age_s)
 
     def _group(self, peer: PeerId) -> frozenset[PeerId] | None:
         return next((group for group in self._of_group if peer in group), None)

@@ -227,8 +227,7 @@ class SimSwarm:
             if schedule.done():
                 schedule.result()
         schedule.cancel()
-        ended_at_s = asyncio.get_running_loop().time()
-        return Outcome(tuple(self.processes), self.trace, tuple(self.network.bugs), ended_at_s)
+        return Outcome(tuple(self.processes), self.trace, tuple(self.network.bugs), asyncio.get_running_loop().time())
 
     def _pending(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
         """The tasks that the run waits for; empty when it is over. If all crashed, the schedule may restart them."""

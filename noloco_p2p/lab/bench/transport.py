@@ -76,8 +76,7 @@ class BenchPeer:
 
     async def propagate(self, caller: PeerId, header: messages.Header, body: Body) -> Gradient:
         """Returns the hidden state itself."""
-        hidden = to_torch((await body()).hidden)
-        return Gradient(header.microbatch, from_torch("grad", hidden), 0.0, 1, (PEER,))
+        return Gradient(header.microbatch, from_torch("grad", to_torch((await body()).hidden)), 0.0, 1, (PEER,))
 
     async def evaluate(self, caller: PeerId, header: messages.Header, body: Body) -> messages.LossSum:
         """Not measured."""
