@@ -140,10 +140,10 @@ class WeightRestorer:
         if state.fresh_round != donor.fresh_round:
             raise Declined(f"the state of {donor.peer_id} began at round {state.fresh_round}, not {donor.fresh_round}")
         self._check_possible(state.round, state.step, donor.peer_id)
-        with node.waits.computing("restored state"):
-            await node.stage.restore(state)
         await self.open_data()  # the others train on meanwhile, too
         await self.know_the_clock()  # the transfer may have outlasted their answers
+        with node.waits.computing("restored state"):
+            await node.stage.restore(state)  # from here on without delay: who copies it now needs its labels
         step = self._latest_step(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round, from_round)

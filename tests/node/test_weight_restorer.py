@@ -41,6 +41,7 @@ class Place:
         for peer in peers:
             self.swarm.members.answered(peer.peer_id)
         self.silent = False
+        self.answers_in_s, self.opens_in_s = 0.0, 0.0
         self.taken: list[object] = []
         self.gone_on_from: list[int] = []
         self.answer: ReplicaState | Snapshot | PeerError = Unreachable("gone")
@@ -69,6 +70,7 @@ class Place:
         return replace(advert, **changes)
 
     async def describe(self, peer: Advert) -> NodeDescription:
+        await asyncio.sleep(self.answers_in_s)
         if self.silent:
             raise Unreachable("nobody is there")
         return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "")
@@ -95,6 +97,7 @@ class Place:
         return self.disk[held]
 
     async def _open(self, cursor: object) -> Any:
+        await asyncio.sleep(self.opens_in_s)
         self.opened.append(cursor)
         return SimpleNamespace(cursor=cursor)
 
@@ -164,6 +167,22 @@ def test_what_cannot_be_the_state_of_that_peer_is_not_taken(answer: ReplicaState
         place.answer = state(round=15, step=130.0)
         assert await place.weights.restore(from_peer(place)), "the others can have reached just that"
         assert not place.weights.failures, "it has weights now"
+
+    at(scenario)
+
+
+def test_the_labels_of_a_copied_state_change_together_with_the_weights() -> None:
+    """A replica may give its own state to others meanwhile. While it opened its data or asked for the clock, it gave
+    the new weights under the round, the step and the lineage of the old ones."""
+
+    async def scenario(place: Place) -> None:
+        place.answer, place.takes_s, place.answers_in_s, place.opens_in_s = state(), 100.0, 1.0, 30.0
+        restoring = asyncio.create_task(place.weights.restore(from_peer(place)))
+        while not place.taken:
+            assert place.came_to == (0, 0.0, 0)
+            await asyncio.sleep(0.1)
+        assert place.came_to == (5, 50.0, 0)
+        assert await restoring
 
     at(scenario)
 
