@@ -139,9 +139,9 @@ class WeightRestorer:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
         if state.fresh_round != donor.fresh_round:
             raise Declined(f"the state of {donor.peer_id} began at round {state.fresh_round}, not {donor.fresh_round}")
-        self._check_possible(state.round, state.step, donor.peer_id)
+        await self._check_possible(state.round, state.step, donor.peer_id)
         await self.open_data()  # the others train on meanwhile, too
-        await self.know_the_clock()  # the transfer may have outlasted their answers
+        await self.know_the_clock()
         with node.waits.computing("restored state"):
             await node.stage.restore(state)  # from here on without delay: who copies it now needs its labels
         step = self._latest_step(state.step, self._clock_of_others())
@@ -192,7 +192,7 @@ class WeightRestorer:
                 theirs = await self._unless_leaving(
                     self._world.transport.fetch_snapshot(guardian, request, TRANSFER_DEADLINE_S, (expected,))
                 )
-            self._check_possible(theirs.round, theirs.step, guardian.peer_id)
+            await self._check_possible(theirs.round, theirs.step, guardian.peer_id)
         assert theirs is not None, "a source without a peer is this node's own"
         with node.waits.computing("adopted weights"):
             await node.stage.adopt(theirs)
@@ -224,9 +224,10 @@ class WeightRestorer:
                 raise
             self._node.event("warning", message=f"moving without its own checkpoints: {error}")
 
-    def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
+    async def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
         """Raises Declined if the run cannot have reached the step of these weights yet, judging by the peers that have
         answered and by this node's own clock, which may be newer than their answers."""
+        await self.know_the_clock()  # the transfer may have outlasted their answers
         node, run, ttl_s = self._node, self._node.manifest, self._node.config.directory.ttl_s
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         answering = self._swarm.inquiry.answering(listed, membership.TRAINED)

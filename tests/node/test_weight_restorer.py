@@ -171,6 +171,22 @@ def test_what_cannot_be_the_state_of_that_peer_is_not_taken(answer: ReplicaState
     at(scenario)
 
 
+@pytest.mark.parametrize("kind", ["peer", "guardian"])
+def test_what_a_transfer_brings_is_judged_and_continued_by_the_clock_at_its_end(kind: Any) -> None:
+    """After a minute all answers are stale: any step was believed, and the clock of a guardian's weights remained."""
+
+    async def scenario(place: Place) -> None:
+        place.takes_s = 100.0
+        source = RestoreSource(kind, "", place.peer("a", 0))
+        place.answer = state(step=900.0) if kind == "peer" else Snapshot("a", 5, 900, ())
+        assert not await place.weights.restore(source)
+        place.answer = state() if kind == "peer" else Snapshot("a", 5, 48, ())
+        assert await place.weights.restore(source)
+        assert place.came_to == (5, 50.0, 0)
+
+    at(scenario)
+
+
 def test_the_labels_of_a_copied_state_change_together_with_the_weights() -> None:
     """A replica may give its own state to others meanwhile. While it opened its data or asked for the clock, it gave
     the new weights under the round, the step and the lineage of the old ones."""
