@@ -142,7 +142,7 @@ class Joining:
             if not ahead:
                 break
             failed.update(a.peer_id for a in ahead)
-        self._weights.keep_up()
+        await self._weights.keep_up()
         return False
 
     def of_earlier_lineage(self) -> tuple[PeerId, ...]:

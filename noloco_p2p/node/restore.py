@@ -103,9 +103,10 @@ class WeightRestorer:
         its stage claim: these may have stood still, or lie."""
         return (int(self._clock_of_others()) + BOLD_STEPS) // self._node.manifest.outer.inner_steps
 
-    def keep_up(self) -> None:
+    async def keep_up(self) -> None:
         """Take over the others' clock, as after a copy, if this one is more than a step behind: under `balanced`, the
         other replicas of stage 0 would wait for each of these steps."""
+        await self.know_the_clock()  # what went before, such as a transfer that failed, may have taken minutes
         node, clock = self._node, self._clock_of_others()
         mates = self._swarm.members.of_stage(node.index, membership.TRAINED)
         if clock > node.advert.step + 1.0 and self._swarm.inquiry.answering(mates, membership.TRAINED):
@@ -174,8 +175,7 @@ class WeightRestorer:
         state, step = mine.state, self._latest_step(mine.state.step)
         await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round)
         await self.open_data(mine)
-        await self.know_the_clock()  # it may have taken minutes
-        self.keep_up()
+        await self.keep_up()
         return True
 
     async def _from_guardian(self, guardian: Advert | None) -> None:

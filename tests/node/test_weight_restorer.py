@@ -40,7 +40,7 @@ class Place:
         self.swarm.members.update(peers, now=0.0)
         for peer in peers:
             self.swarm.members.answered(peer.peer_id)
-        self.silent = False
+        self.silent = ""
         self.answers_in_s, self.opens_in_s = 0.0, 0.0
         self.taken: list[object] = []
         self.gone_on_from: list[int] = []
@@ -71,7 +71,7 @@ class Place:
 
     async def describe(self, peer: Advert) -> NodeDescription:
         await asyncio.sleep(self.answers_in_s)
-        if self.silent:
+        if peer.peer_id in self.silent:
             raise Unreachable("nobody is there")
         return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "")
 
@@ -263,7 +263,7 @@ def test_whether_a_node_in_training_has_answered_or_none_is_listed(listed: bool,
     async def scenario(place: Place) -> None:
         await asyncio.sleep(1.0)
         place.swarm.inquiry.forget()
-        place.silent = silent
+        place.silent = "abc" if silent else ""
         if not listed:
             waiting = [place.peer(peer, 0, state="waiting", announced_at=1.0) for peer in "abc"]
             place.swarm.members.update(waiting, now=1.0)
@@ -394,12 +394,13 @@ def test_the_newest_checkpoints_are_listed() -> None:
 def test_a_clock_that_is_behind_that_of_mates_keeps_up_and_none_goes_back(
     mine: float, answering: str, then: float
 ) -> None:
+    """Even if a copy has failed after minutes, when all answers were stale: then it kept the clock of long ago."""
+
     async def scenario(place: Place) -> None:
-        place.swarm.inquiry.forget()
-        asked = [one for one in place.swarm.members.all() if one.peer_id in answering]
-        await place.swarm.inquiry.until_asked(asked, anew=True)
+        await asyncio.sleep(100.0)
+        place.silent = "".join({*"abc"} - {*answering})
         place.node.update(step=mine)
-        place.weights.keep_up()
+        await place.weights.keep_up()
         assert place.node.advert.step == then
 
     at(scenario)
