@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from elastic import config_for, manifest_for
+from elastic import config_for, manifest_for, plan_of
 from lawful import check
 from soak import soak
 
@@ -17,7 +17,8 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import StepLabel, StepResult
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.device import Costs
-from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.recording import RecordingStage
 from noloco_p2p.sim.transport import SimTransport
@@ -121,6 +122,26 @@ def test_the_last_replica_of_a_stage_says_so_and_leaves_its_weights_with_guardia
     assert [step for _, step in held] == [int(last)] * 2, "both guardians have its last weights"  # type: ignore[call-overload]
     assert paused.crashed
     assert [h.get("source") for h in outcome.trace.of("resumed", "s1r1")] == ["guardian"]
+
+
+def test_two_last_replicas_that_pause_at_the_same_time_do_not_rely_on_each_other() -> None:
+    """Each asked the other one when that had not paused yet. So neither said that the swarm would stand still, and the
+    guardians had only the weights of the round before."""
+    rounds = {"rule": "noloco", "inner_steps": 20, "deadline_s": 3.0}
+    plan = replace(plan_of((2, 2), steps=40, outer=rounds), link=Link(latency_s=0.1))
+    swarm = FaultySwarm(plan, [Fault(20.0, "pause", (peer,), 20.0) for peer in ("s1r0", "s1r1")])
+    held: list[int] = []
+
+    def look() -> None:
+        adverts = [process.node.state.advert for process in swarm.processes]
+        held.extend(one.step for _, one in holders(1, adverts))
+
+    swarm.at(35.0, look)
+    outcome = check(swarm)
+    warned = {one.peer for one in outcome.trace.of("warning") if "no other replica" in str(one.get("message"))}
+    assert warned == {"s1r0", "s1r1"}
+    taken = outcome.trace.of("inner_step", "s1r0") + outcome.trace.of("inner_step", "s1r1")
+    assert held == [max(int(one.number("step")) for one in taken if one.at_s < 35.0)] * 2
 
 
 def test_the_last_replica_of_a_stage_comes_back_to_a_swarm_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
