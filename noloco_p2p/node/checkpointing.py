@@ -43,7 +43,8 @@ class Checkpointer:
         self._checked = node.taken_over, self._newest
 
     async def save_if_due(self) -> None:
-        """Save after the first round that is done at or beyond each multiple of `every_steps`, and at the end.
+        """Save after the first round that is done at or beyond each multiple of `every_steps`, and at the end, unless
+        the weights lack rounds then: a copy is of an earlier step than the clock.
 
         Called between inner steps. An open round does not count as done unless the rule is `lasting`: a node that
         resumes from the checkpoint does it again.
@@ -55,7 +56,8 @@ class Checkpointer:
         if every is None or round is None or (node.taken_over, round) <= self._checked:
             return
         self._checked = node.taken_over, round
-        if node.step // every > self._newest_step // every or node.step >= manifest.steps:
+        ends = node.step >= manifest.steps
+        if not self._rounds.lacks_rounds() if ends else node.step // every > self._newest_step // every:
             await self._save(round)
 
     async def settle(self) -> None:

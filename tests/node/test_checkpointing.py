@@ -45,7 +45,7 @@ class Place:
         self.saving = 0
         self.saved: list[tuple[int, float, bool]] = []
         self.frozen: list[int] = []
-        rounds = SimpleNamespace(freeze=self._freeze, end=self._end)
+        rounds = SimpleNamespace(freeze=self._freeze, end=self._end, lacks_rounds=self._lacks_rounds)
         self.checkpointer = Checkpointer(self.node, self.swarm, cast(Any, self), cast(Any, rounds))
         self.checkpointer.go_on()
 
@@ -56,6 +56,9 @@ class Place:
     async def _freeze(self, round: int) -> FrozenRound:
         self.frozen.append(round)
         return cast(FrozenRound, SimpleNamespace(round=round, step=self.node.step, fresh_round=0))
+
+    def _lacks_rounds(self) -> bool:
+        return self.node.advert.outer_round < STEPS // M - 1
 
     async def _end(self, reason: str) -> float:
         assert reason == "leaving"
@@ -128,6 +131,17 @@ def test_it_saves_after_the_first_round_at_or_beyond_each_multiple() -> None:
         await place.comes_to(STEPS, STEPS // M)
         await place.checkpointer.settle()
         assert place.saved[2:] == [(STEPS // M, STEPS, False)]
+
+    at(scenario)
+
+
+def test_a_copy_that_arrives_at_the_end_is_not_saved_as_weights_of_the_last_step_if_it_lacks_rounds() -> None:
+    async def scenario(place: Place) -> None:
+        for round in (4, STEPS // M - 2, STEPS // M - 1):
+            place.node.go_on_at(STEPS, 12, 0)
+            await place.comes_to(STEPS, round)
+        await place.checkpointer.settle()
+        assert [round for round, _, _ in place.saved] == [STEPS // M - 1]
 
     at(scenario)
 
