@@ -36,19 +36,19 @@ class Joining:
 
         Others choose at the same time, so two readings in a row must show that nobody needs to move.
         """
-        node, manifest, quiet = self._node, self._node.manifest, 0
+        node, members, quiet = self._node, self._swarm.members, 0
         await self._weights.find_own()
         if node.chosen_stage is None and self._weights.own:
             node.update(stage=self._weights.own[-1].stage, settled=True)
         self._weights.show_own()
         await self._membership_loop.next_reading()
         while not (node.advert.settled or node.draining):
-            stage = balance.choose_stage(node.advert, self._swarm.members.all(), manifest.stages)
-            missing = self._missing(manifest.start_replicas, membership.PRESENT)
+            stage = balance.choose_stage(node.advert, members.all(), node.manifest.stages)
+            missing = self._missing(membership.PRESENT)
             if stage != node.chosen_stage:
                 node.publish(stage=stage)
                 quiet = 0
-            elif resume.run_has_begun(self._swarm.everybody()) or not missing:
+            elif any(a.state in membership.TRAINED for a in members.all()) or not missing:
                 quiet += 1
                 if quiet == 2:
                     node.update(settled=True)
@@ -57,7 +57,7 @@ class Joining:
                 self._report_missing(missing)
             await self._membership_loop.next_reading()
         if not node.draining:
-            node.event("info", message=f"holds stage {node.index} of {manifest.stages}")
+            node.event("info", message=f"holds stage {node.index} of {node.manifest.stages}")
 
     async def wait_for_others(self) -> bool:
         """Wait until every stage has enough replicas. Then, if the run has already begun, take its weights.
@@ -85,8 +85,7 @@ class Joining:
             nonlocal goes_on
             # If adverts list weights, the run had begun before everybody stopped. Those that train again list none.
             goes_on |= any(a.holds or resume.age(a) > resume.NEAR_ROUNDS for a in self._swarm.everybody())
-            least = 1 if resume.run_has_begun(self._swarm.everybody()) else manifest.start_replicas
-            missing = self._missing(least, membership.IN_ROUNDS)
+            missing = self._missing(membership.IN_ROUNDS)
             if late or node.draining or not missing:
                 return True
             self._report_missing(missing)
@@ -172,9 +171,11 @@ class Joining:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _missing(self, replicas: int, states: frozenset[str]) -> dict[int, int]:
-        node = self._node
-        return resume.lacking(node.advert, self._swarm.members.all(), node.manifest.stages, replicas, states)
+    def _missing(self, states: frozenset[str]) -> dict[int, int]:
+        """How many replicas in one of `states` each stage lacks before the run may start, or continue."""
+        node, run = self._node, self._node.manifest
+        least = 1 if resume.run_has_begun(self._swarm.everybody()) else run.start_replicas
+        return resume.lacking(node.advert, self._swarm.members.all(), run.stages, least, states)
 
     def _report_missing(self, missing: dict[int, int]) -> None:
         self._report("waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items())))

@@ -129,7 +129,7 @@ def test_two_last_replicas_that_pause_at_the_same_time_do_not_rely_on_each_other
     guardians had only the weights of the round before."""
     rounds = {"rule": "noloco", "inner_steps": 20, "deadline_s": 3.0}
     plan = replace(plan_of((2, 2), steps=40, outer=rounds), link=Link(latency_s=0.1))
-    swarm = FaultySwarm(plan, [Fault(20.0, "pause", (peer,), 20.0) for peer in ("s1r0", "s1r1")])
+    swarm = FaultySwarm(plan, tuple(Fault(20.0, "pause", (peer,), 20.0) for peer in ("s1r0", "s1r1")))
     held: list[int] = []
 
     def look() -> None:

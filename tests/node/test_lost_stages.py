@@ -8,7 +8,7 @@ from elastic import plan_of
 from lawful import check
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.faults import Fault, FaultySwarm
 
 
 def choosing(nodes: int, stages: int, steps: int = 40, **changes: object) -> FaultySwarm:
@@ -113,3 +113,12 @@ def test_a_node_of_a_finished_run_waits_as_long_as_another_one_that_has_come_lac
     assert [(one.peer, one.source) for one in again.resumptions][-1] == ("s0r1", "peer")
     assert [node.step for node in outcome.nodes.values()] == [20, 20, 20]
     assert not outcome.trace.of("inner_step")
+
+
+def test_a_node_without_checkpoints_that_comes_back_first_takes_the_stage_that_nobody_else_can_take() -> None:
+    """All were stopped. It settled in stage 0, because the run had begun, before the one with checkpoints of that stage
+    was back. Then all waited for ever for a node of the stage between."""
+    plan = replace(plan_of((1, 1, 1), steps=12), chooses_stage=True)
+    down = ("wipe", "s2r0", 20.0), ("bounce", "s1r0", 21.0), ("bounce", "s0r0", 30.0)
+    outcome = check(FaultySwarm(plan, tuple(Fault(6.0, kind, (peer,), for_s) for kind, peer, for_s in down)))
+    assert sorted(outcome.nodes[peer].stage for peer in outcome.nodes) == [0, 1, 2]
