@@ -106,10 +106,12 @@ class WeightRestorer:
     async def keep_up(self) -> None:
         """Take over the others' clock, as after a copy, if this one is more than a step behind: under `balanced`, the
         other replicas of stage 0 would wait for each of these steps."""
-        await self.know_the_clock()  # what went before, such as a transfer that failed, may have taken minutes
-        node, clock = self._node, self._clock_of_others()
+        node, inquiry = self._node, self._swarm.inquiry
         mates = self._swarm.members.of_stage(node.index, membership.TRAINED)
-        if clock > node.advert.step + 1.0 and self._swarm.inquiry.answering(mates, membership.TRAINED):
+        if mates and not inquiry.answering(mates, membership.TRAINED):
+            await self.know_the_clock()  # what went before, such as a transfer that failed, may have taken minutes
+        clock = self._clock_of_others()
+        if clock > node.advert.step + 1.0 and inquiry.answering(mates, membership.TRAINED):
             node.update(step=self._latest_step(node.advert.step, clock))
 
     async def open_data(self, checkpoint: Checkpoint | None = None) -> None:
@@ -133,6 +135,7 @@ class WeightRestorer:
         every step that this node is behind. A clock never goes back.
         """
         node = self._node
+        await self.open_data()  # the others train on meanwhile: afterwards the state would be older
         with node.waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
             transfer = self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
             state = await self._unless_leaving(transfer)
@@ -141,8 +144,6 @@ class WeightRestorer:
         if state.fresh_round != donor.fresh_round:
             raise Declined(f"the state of {donor.peer_id} began at round {state.fresh_round}, not {donor.fresh_round}")
         await self._check_possible(state.round, state.step, donor.peer_id)
-        await self.open_data()  # the others train on meanwhile, too
-        await self.know_the_clock()
         with node.waits.computing("restored state"):
             await node.stage.restore(state)  # from here on without delay: who copies it now needs its labels
         step = self._latest_step(state.step, self._clock_of_others())
@@ -226,8 +227,7 @@ class WeightRestorer:
 
     async def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
         """Raises Declined if the run cannot have reached the step of these weights yet, judging by the peers that have
-        answered and by this node's own clock, which may be newer than their answers."""
-        await self.know_the_clock()  # the transfer may have outlasted their answers
+        answered and by this node's own clock, which may be newer than their answers. Knows the others' clock then."""
         node, run, ttl_s = self._node, self._node.manifest, self._node.config.directory.ttl_s
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         answering = self._swarm.inquiry.answering(listed, membership.TRAINED)
@@ -237,6 +237,8 @@ class WeightRestorer:
             limit = min(limit, schedule.furthest(max(self._clock_of_others(), node.advert.step), ttl_s, speed, m))
         if step > limit or round > limit // m + 2:
             raise Declined(f"the weights of {whose} are of round {round}, step {step:g}, which the run has not reached")
+        if not answering:
+            await self.know_the_clock()  # their answers are out of date; beside silent peers this takes seconds
 
     def _clock_of_others(self) -> float:
         """The median clock, in steps, of the peers with trained weights that have answered: one liar cannot move it."""
