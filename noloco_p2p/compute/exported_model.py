@@ -219,8 +219,7 @@ class ExportedModel:
                 seen = seen[-max(1, window // 2) :]
                 past, fresh = None, seen
             with torch.no_grad():
-                ids = self._tensor(torch.tensor([fresh]))
-                output = self.causal(input_ids=ids, use_cache=True, **{cache: past})
+                output = self.causal(input_ids=self._tensor(torch.tensor([fresh])), use_cache=True, **{cache: past})
             logits_V = output.logits[0, -1].float().cpu()
             if not bool(torch.isfinite(logits_V).all()):
                 raise LocalError("the model's output is not finite: its weights are broken")

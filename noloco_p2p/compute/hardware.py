@@ -93,8 +93,7 @@ def precision(tensor: Tensor) -> torch.dtype:
 
 def autocast(parameter: Tensor) -> torch.autocast:
     """The context for the passes through a model with such parameters."""
-    low = precision(parameter) is torch.bfloat16
-    return torch.autocast(parameter.device.type, dtype=torch.bfloat16, enabled=low)
+    return torch.autocast(parameter.device.type, torch.bfloat16, enabled=precision(parameter) is torch.bfloat16)
 
 
 def free_bytes(device: torch.device) -> int:

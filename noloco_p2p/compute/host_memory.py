@@ -37,8 +37,7 @@ def check_swarm_fits(manifest: RunManifest, parameters: int) -> None:
 
 def free_host_bytes() -> int | None:
     """Bytes that this process can get without swapping, on the machine or in its container; None if unknown."""
-    left = [_available(), _left_in_container()]
-    return min((each for each in left if each is not None), default=None)
+    return min((each for each in (_available(), _left_in_container()) if each is not None), default=None)
 
 
 def _available() -> int | None:

@@ -56,8 +56,9 @@ class Checkpointer:
         if every is None or round is None or (node.taken_over, round) <= self._checked:
             return
         self._checked = node.taken_over, round
-        ends = node.step >= manifest.steps
-        if not self._rounds.lacks_rounds() if ends else node.step // every > self._newest_step // every:
+        at_end = node.step >= manifest.steps
+        due = not self._rounds.lacks_rounds() if at_end else node.step // every > self._newest_step // every
+        if due:
             await self._save(round)
 
     async def settle(self) -> None:

@@ -152,8 +152,7 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         named = os.path.expanduser(pattern)
         expanded = glob.escape(named) if os.path.isfile(named) else named  # a file's name may look like a glob
         parts = Path(expanded).parts
-        wild = (i for i, part in enumerate(parts) if glob.has_magic(ESCAPED.sub("", part)))
-        fixed = next(wild, len(parts) - 1)
+        fixed = next((i for i, part in enumerate(parts) if glob.has_magic(ESCAPED.sub("", part))), len(parts) - 1)
         paths = [Path(name) for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
         if not paths:
             if os.path.isdir(named):

@@ -64,8 +64,7 @@ class MicrobatchServer:
         """Fix the membership of the coming step. Returns False if steps wait for origins and all are silent: a replica
         cut off from stage 0 would take one empty step after another, and get far ahead of the others."""
         self._swarm.fix_view()
-        silent = all(map(self._origins.is_silent, self._swarm.view.origins))
-        return not (silent and self._node.manifest.in_step)
+        return not (self._node.manifest.in_step and all(map(self._origins.is_silent, self._swarm.view.origins)))
 
     def open(self) -> None:
         """Start admitting microbatches into the coming inner step."""
