@@ -83,8 +83,7 @@ class SparseVector:
 def _largest(values_NV: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     """The `kept` values of largest magnitude in each tile, N×K, and their places, ascending; among equal values the
     first ones."""
-    order_NV = values_NV.abs().sort(dim=1, descending=True, stable=True).indices
-    places_NK = order_NV[:, :kept].sort(1).values
+    places_NK = values_NV.abs().sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
     return values_NV.gather(1, places_NK), places_NK
 
 

@@ -93,7 +93,8 @@ def precision(tensor: Tensor) -> torch.dtype:
 
 def autocast(parameter: Tensor) -> torch.autocast:
     """The context for the passes through a model with such parameters."""
-    return torch.autocast(parameter.device.type, torch.bfloat16, enabled=precision(parameter) is torch.bfloat16)
+    low = precision(parameter) is torch.bfloat16
+    return torch.autocast(parameter.device.type, dtype=torch.bfloat16, enabled=low)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -219,9 +219,11 @@ class Intake:
         return self._step.origins is not None and attempt.origin.step > self._step.number
 
     def _free_places(self, *, ahead: bool) -> int:
-        """Number of free waiting places: those for labels `ahead` of the step, or the others."""
-        held = sum(not (one.running or one.queued) and self._ahead(one) == ahead for one in self._attempts.values())
-        return (AHEAD_PLACES if ahead else LAST_PLACES - self._in_flight) - held
+        """Number of free waiting places: for labels `ahead` of the step, or for the others. Those that were ahead may
+        take more of the others when a step begins; until these are free again, there are fewer places ahead."""
+        held = Counter(self._ahead(one) for one in self._attempts.values() if not (one.running or one.queued))
+        free = LAST_PLACES - self._in_flight - held[False]
+        return AHEAD_PLACES - held[True] + min(0, free) if ahead else free
 
     def _first_queued(self, *, ahead: bool) -> AttemptKey | None:
         """The attempt that has queued longest, of the origin with the fewest attempts here that are not queued."""

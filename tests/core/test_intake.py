@@ -150,6 +150,23 @@ def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
     assert intake.done(key("a", 0), counted=True) == [key("a", 1)]
 
 
+def test_waiting_places_stay_within_their_bound_when_labels_that_were_ahead_become_current() -> None:
+    intake = Intake(lambda: 1)
+    intake.open(0, target=3, origins=("a", "b"))
+    intake.drop_origins(lambda _: True)
+    for index in range(LAST_PLACES):
+        assert intake.offer(key("a", index), Origin("a", 0, index)).answer is Admission.WAIT
+    for index in range(AHEAD_PLACES):
+        assert intake.offer(key("b", index), Origin("b", 1, index)).answer is Admission.WAIT
+    intake.seal()
+    assert intake.open(1, target=3, origins=("a", "b")) == [key("a", 0)]
+    assert intake.in_flight + intake.waiting == LAST_PLACES + AHEAD_PLACES
+    assert intake.offer(key("b", 10), Origin("b", 2, 0)).answer is Admission.BUSY
+    for index in range(AHEAD_PLACES):
+        intake.done(key("a", index), counted=False)
+    assert intake.offer(key("b", 10), Origin("b", 2, 0)).answer is Admission.WAIT
+
+
 def test_a_struck_slot_is_not_waited_for() -> None:
     intake = Intake(lambda: 1)
     intake.open(0, 2, due={("a", 0), ("b", 0)}, origins=("a", "b"))

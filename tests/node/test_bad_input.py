@@ -179,7 +179,7 @@ def test_a_full_disk_ends_a_node_with_one_line(tmp_path: Path) -> None:
             return nodes.start(*alone, *more, command=command, own_dir=own_dir)
 
         run = limited("a", 100)
-        summary = limited("b", 1_000)
+        summary = limited("b", 1_000, *settings(checkpoint__every_steps="null"))
         audit = limited("c", 600_000, *settings(audit__dir=str(tmp_path / "audit")))
         checkpoint = limited("d", 30_000)
         assert [node.end() for node in nodes.started] == [2, 2, 2, 2]

@@ -76,8 +76,7 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
 
     def encode(text: bytes) -> Ids:
         """The ids of the text taken literally: what looks like a special token is encoded as text."""
-        decoded = text.decode("utf-8", errors="ignore")
-        ids = np.asarray(tokenizer(decoded, **how)["input_ids"], np.int32)
+        ids = np.asarray(tokenizer(text.decode("utf-8", errors="ignore"), **how)["input_ids"], np.int32)
         if ids.size and ids.max() >= vocabulary:
             raise ValueError(f"the tokenizer returned id {ids.max()}, but the model's vocab_size is {vocabulary}")
         return ids
