@@ -427,6 +427,11 @@ def test_a_ping_during_the_start_of_a_node_causes_no_error(tmp_path: Path, monke
     assert not bugs
 
 
+async def knows(one: Node, other: Node) -> bool:
+    """Whether one node asks the other in the DHT. It does so only once it has dialled the other back."""
+    return other.libp2p.p2p.peer_id in one.directory._node.protocol.routing_table.peer_id_to_uid
+
+
 def test_a_search_that_times_out_leaves_no_unhandled_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -434,6 +439,7 @@ def test_a_search_that_times_out_leaves_no_unhandled_errors(
 
     async def scenario() -> None:
         async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            await until(lambda: knows(a, b))
             stopped = b.libp2p.p2p._child.pid
             os.kill(stopped, signal.SIGSTOP)
             with pytest.raises(Unreachable, match="did not arrive within"):
