@@ -33,3 +33,12 @@ def minds_signals() -> Iterator[None]:
     yield
     signal.signal(signal.SIGHUP, hangup)
     signal.signal(signal.SIGINT, interrupt)
+
+
+@pytest.fixture
+def without_collection() -> Iterator[None]:
+    """Only what nothing refers to is freed, as in a large process between two garbage collections."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -103,8 +103,7 @@ class ForkServerProcess:
         if not self._ready and wait([self._control], 0):
             self._ready = bool(self._control.recv(1))
             if not self._ready:
-                code = self._process.wait()
-                raise LocalError(f"the fork server of the nodes has ended with exit code {code}")
+                raise LocalError(f"the fork server of the nodes has ended with exit code {self._process.wait()}")
         return self._ready
 
     def fork(

@@ -102,8 +102,7 @@ class SnapshotCollector:
         """
         for reading in range(READINGS):
             await asyncio.sleep(READING_PAUSE_S if reading else 0)
-            adverts = await self.directory.peers()
-            holders = [a for a in adverts if a.state in HOLDING and a.peer_id not in self.failed]
+            holders = [a for a in await self.directory.peers() if a.state in HOLDING and a.peer_id not in self.failed]
             missing = set(range(self.manifest.stages)) - {advert.stage for advert in holders}
             if not missing:
                 return holders

@@ -6,11 +6,10 @@ The launcher trains nothing and shares no memory with the nodes: it reads their 
 """
 
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from noloco_p2p.launch.node_process import NodeProcess, end_all
 from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.launch.stop_signals import stop_signals
-from noloco_p2p.launch.swarm_display import Display, current_row, row, warnings
+from noloco_p2p.launch.swarm_display import Display, complain, current_row, row, warnings
 from noloco_p2p.launch.swarm_plan import ROOT_KEY, ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_summary import summarise, summary_lines
 
@@ -226,23 +225,23 @@ class LocalSwarm:
 
     def _exit_code(self, completed: bool) -> int:
         """The exit code; standard error says what went wrong. A signal after the end of a completed run is too late."""
-        code, lines = 0 if completed and not self._cut_off else 1, list[str]()
         if self._failed is not None:
-            found = self._failed.exit_code or 1
-            how = f"ended with exit code {found}" if found > 0 else f"was killed by signal {-found}"
-            lines = [f"error: node {self._failed.name} {how}; the end of {self._failed.log}:"]
-            lines += [f"  {line}" for line in self._failed.last_lines(LOG_LINES)]
-            code = 2 if found == 2 else 1
-        elif code != 0 and not self._signals:
-            cut_off = "the relay of --link died, so no node could reach another"
-            early = "a node left before the end of the run; see the logs"
-            unsaved = "the last weights of a stage could not be saved; the logs of its nodes say why: fix that, then"
-            unsaved += " start again with this --dir"
-            lines = [f"error: {cut_off if self._cut_off else early if self._saved else unsaved}"]
-        with suppress(OSError):  # the summary is still to be written
-            for line in lines:
-                print(line, file=sys.stderr)
-        return 128 + self._signals[0] if self._signals and not completed else code
+            code = self._failed.exit_code or 1
+            how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+            log = (f"  {line}" for line in self._failed.last_lines(LOG_LINES))
+            complain(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", *log)
+        if self._signals and not completed:
+            return 128 + self._signals[0]
+        if self._failed is not None:
+            return 2 if self._failed.exit_code == 2 else 1
+        if self._cut_off:
+            complain("error: the relay of --link died, so no node could reach another")
+        elif not completed and self._saved:
+            complain("error: a node left before the end of the run; see the logs")
+        elif not completed:
+            why = "the last weights of a stage could not be saved; the logs of its nodes say why"
+            complain(f"error: {why}: fix that, then start again with this --dir")
+        return 0 if completed and not self._cut_off else 1
 
 
 def run_swarm(

@@ -88,6 +88,12 @@ def warnings(readings: Iterable[MetricsReading | None]) -> list[str]:
     return lines + [f"trouble ({t}) at {humanize.plural(n, 'node')}: see the logs" for t, n in sorted(troubled.items())]
 
 
+def complain(*lines: str) -> None:
+    """Write lines to standard error, if it can be written. The launcher goes on in any case, to its summary."""
+    with suppress(OSError):
+        print(*lines, sep="\n", file=sys.stderr)
+
+
 @contextmanager
 def _hanging_up() -> Iterator[None]:
     """Treat it as a hangup if standard output can no longer be written (a closed terminal, `| head`, a full disk)."""
@@ -95,9 +101,8 @@ def _hanging_up() -> Iterator[None]:
         yield
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        with suppress(OSError):
-            does = "going on without it" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "stopping"  # nohup
-            print(f"error: standard output cannot be written: {error.strerror or error}; {does}", file=sys.stderr)
+        does = "going on without it" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "stopping"  # nohup
+        complain(f"error: standard output cannot be written: {error.strerror or error}; {does}")
         signal.raise_signal(signal.SIGHUP)
 
 

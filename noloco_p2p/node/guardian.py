@@ -260,7 +260,8 @@ class Guardian:
         """Forget weights that are safe with others, and those of this node's own stage once it has trained ones."""
         node = self._node
         for stage in sorted(self._held):
-            if node.advert.state in membership.HOLDING if stage == node.index else self._is_safe(stage):
+            is_own, trains = stage == node.index, node.advert.state in membership.HOLDING
+            if (is_own and trains) or (not is_own and self._is_safe(stage)):
                 del self._held[stage]
                 self._last_asked.pop(stage, None)
         self._list_holdings()

@@ -135,7 +135,7 @@ class WeightRestorer:
         every step that this node is behind. A clock never goes back.
         """
         node = self._node
-        await self.open_data()  # the others train on meanwhile: afterwards the state would be older
+        await self.open_data()  # before the transfer, because the others train on meanwhile
         with node.waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
             transfer = self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
             state = await self._unless_leaving(transfer)
@@ -145,7 +145,7 @@ class WeightRestorer:
             raise Declined(f"the state of {donor.peer_id} began at round {state.fresh_round}, not {donor.fresh_round}")
         await self._check_possible(state.round, state.step, donor.peer_id)
         with node.waits.computing("restored state"):
-            await node.stage.restore(state)  # from here on without delay: who copies it now needs its labels
+            await node.stage.restore(state)  # nothing else is awaited until the labels follow: others may copy it now
         step = self._latest_step(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round, from_round)
@@ -227,7 +227,7 @@ class WeightRestorer:
 
     async def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
         """Raises Declined if the run cannot have reached the step of these weights yet, judging by the peers that have
-        answered and by this node's own clock, which may be newer than their answers. Knows the others' clock then."""
+        answered and by this node's own clock, which may be newer than their answers. Afterwards the clock is known."""
         node, run, ttl_s = self._node, self._node.manifest, self._node.config.directory.ttl_s
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         answering = self._swarm.inquiry.answering(listed, membership.TRAINED)

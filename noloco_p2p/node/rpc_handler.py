@@ -72,7 +72,7 @@ class RpcHandler:
         if self._node.chosen_stage is None:
             raise Declined("this node has not chosen its stage yet")
         self._swarm.inquiry.meet(caller)
-        # As soon as it is to pause: otherwise two last replicas with the same hours would rely on each other.
+        # As soon as the owner wants the device: otherwise two last replicas with equal hours would rely on each other.
         state = "paused" if me.state == "training" and self._node.wanted_by_owner else me.state
         return NodeDescription(
             me.peer_id, me.run_id, me.stage, state, me.step, me.outer_round, me.version, me.fresh_round

@@ -39,9 +39,10 @@ probability THIN_SHARE. Otherwise replicas that happen to read the same unit wou
 ESCAPED = re.compile(r"\[[*?[]\]")
 """A character that would be a wildcard of a glob, as `glob.escape` writes it."""
 
-_UNREADABLE = (OSError, EOFError, KeyError, TypeError, ValueError, NotImplementedError, MemoryError)
-_READ_ERRORS = (*_UNREADABLE, zlib.error, ImportError, LZMAError)
-"""Errors that Python, pyarrow and datasets raise for files that are missing, cut off, damaged or of another format."""
+_DAMAGED = EOFError, KeyError, TypeError, ValueError, NotImplementedError, MemoryError, zlib.error, LZMAError
+"""Errors that Python, pyarrow and datasets raise for files that are cut off, damaged or of another format."""
+_READ_ERRORS = (OSError, ImportError, *_DAMAGED)
+"""The same, and those for files that are missing, or of a format for which a package is missing."""
 
 
 Mask = npt.NDArray[np.uint8]

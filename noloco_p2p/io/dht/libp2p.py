@@ -63,7 +63,7 @@ class Libp2pDaemon:
         self._death = "the libp2p daemon has ended"
         self._watch: asyncio.Task[None] | None = None
         self._added: list[Callable[[], Awaitable[object]]] = []
-        """Make the daemon answer calls, or accept streams, of one name each; called again after a restart."""
+        """Functions that make the daemon answer calls, or accept streams, of one name; called again after a restart."""
         self._stream_handlers: dict[str, StreamHandler] = {}
         self.met: dict[PeerId, JoinAddress] = {}
         """Addresses of other peers' daemons from the last reading of the directory; only those that this node dials."""
@@ -84,7 +84,7 @@ class Libp2pDaemon:
         metrics_port: int | None = None,
         router: HomeRouter | None = None,
     ) -> "Libp2pDaemon":
-        """Start the daemon on (host, port; 0 picks a free one), and dial the addresses to join: one has to answer.
+        """Start the daemon on (host, port; 0 picks one), and dial the addresses to join, one of which has to answer.
 
         With `metrics_port` (0 again picks one) the daemon serves its own metrics there. At a private IPv4 address,
         `router` is asked to map the port. Raises LocalError (port in use, daemon does not start), ConfigError
@@ -279,7 +279,7 @@ class Libp2pDaemon:
                 importing = asyncio.to_thread(importlib.import_module, "hivemind.p2p")
                 await asyncio.gather(self.router.try_map(self._address.port), importing)
                 if self.outside is None:
-                    self.router = None
+                    self.router = None  # it is not asked again
             self.p2p = await p2p_daemon.start(self.identity, self._host, self._places, self.metrics_port)
         self.failed = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watched())

@@ -216,8 +216,7 @@ def measure_stages(manifest: RunManifest) -> StageCosts:
     from noloco_p2p.lab.bench import stage
 
     costs = stage.run("cpu", manifest, ProgressLine())["stages_costs"]
-    sizes = stage_sizes(manifest)
-    return [{**each, "parameters": size.parameters} for each, size in zip(costs, sizes, strict=True)]
+    return [{**each, "parameters": one.parameters} for each, one in zip(costs, stage_sizes(manifest), strict=True)]
 
 
 def device_factors(work: Sequence[Mapping[str, float]], stages: StageCosts) -> list[float]:

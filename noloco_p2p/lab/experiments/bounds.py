@@ -77,8 +77,7 @@ def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, roun
     It is below `growth`, because a few unlucky sequences of pairs dominate the mean square.
     """
     order = [f"{number:04d}" for number in range(replicas)]
-    chance = np.random.default_rng(seed)
-    phi = chance.standard_normal((replicas, 1))
+    phi = np.random.default_rng(seed).standard_normal((replicas, 1))
     phi -= phi.mean(0)
     momentum, log = np.zeros_like(phi), 0.0
     for round in range(1, rounds + 1):

@@ -82,13 +82,13 @@ class Dispatcher:
         what we send breaks the protocol.
         """
         node, stage, why = self._node, self._node.stage, for_microbatch(task.microbatch)
-        # What the device has been given counts: it must not stay uncounted if the caller goes away now. At stage 0 only
-        # the end of the node cancels it.
-        ended = to_the_end if node.index > 0 else asyncio.ensure_future
+        # What the device has been given counts, so it is awaited even if the caller goes away now. At stage 0 nobody
+        # calls: only the end of the node cancels it.
+        finish = to_the_end if node.index > 0 else asyncio.ensure_future
         if node.last:
             task.reply_soon()
             with node.span("backward"), node.waits.computing("backward", why):
-                done = await ended(stage.loss_backward(task.microbatch, task.inputs, task.targets, task.mask))
+                done = await finish(stage.loss_backward(task.microbatch, task.inputs, task.targets, task.mask))
             return StageResult(done)
         with node.span("forward"), node.waits.computing("forward", why):
             graph, hidden = await stage.forward(task.inputs, task.mask)
@@ -96,7 +96,7 @@ class Dispatcher:
         try:
             gradient, peer = await self._deliver(replace(task, inputs=hidden), self._training, left_s)
             with node.span("backward"), node.waits.computing("backward", why):
-                done = await ended(stage.backward(graph, task.microbatch, gradient))
+                done = await finish(stage.backward(graph, task.microbatch, gradient))
         except BaseException:
             stage.discard(graph)
             raise

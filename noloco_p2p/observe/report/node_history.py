@@ -89,6 +89,10 @@ class NodeHistory:
         """The sum of the increments with this name."""
         return sum(int(each.amount) for each in self.increments[name])
 
+    def seconds(self, what: str) -> float:
+        """The seconds of one kind at all stages (`times`)."""
+        return sum(spent[what] for spent in self.times.values())
+
     def last(self, curve: str, stage: int = 0) -> float | None:
         """The newest value of a curve while at a stage; None if it has none."""
         return next((piece[-1][1] for piece in reversed(self.curves[curve, stage]) if piece), None)

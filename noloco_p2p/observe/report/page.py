@@ -188,7 +188,7 @@ NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
     "inner steps": lambda node: humanize.count(node.inner_steps),
     "rounds": lambda node: humanize.count(node.tallies["rounds"].total()),
     "final loss": lambda node: humanize.loss(node.last("final_loss")),
-    "device": lambda node: _share(*(sum(one[what] for one in node.times.values()) for what in (WORKS, TRAINED))),
+    "device": lambda node: _share(node.seconds(WORKS), node.seconds(TRAINED)),
     "sent": lambda node: humanize.size_text(node.total("out")),
     "received": lambda node: humanize.size_text(node.total("in")),
     "re-routed": lambda node: humanize.count(node.tallies["rerouted"].total()),

@@ -1,9 +1,7 @@
 """Snapshots over gRPC: the expected tensors, bit for bit, or an error and no tensors."""
 
 import asyncio
-import gc
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -49,15 +47,6 @@ class Shelf:
     async def get(self, request: SnapshotRequest) -> Snapshot:
         self.asked.append(request)
         return self.snapshot
-
-
-@pytest.fixture
-def without_collection() -> Iterator[None]:
-    """Only what nothing refers to is freed, as in a large process between two garbage collections."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_the_limit_holds_while_the_round_trip_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
