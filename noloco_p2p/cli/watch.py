@@ -36,8 +36,7 @@ def diagnose_machine(
     from noloco_p2p.launch import settings
     from noloco_p2p.observe.doctor.examination import run_doctor
 
-    given = settings.read(config, os.environ, set or ())
-    raise Exit(run_doctor(join or (), given, dir, as_json=as_json))
+    raise Exit(run_doctor(join or (), settings.read(config, os.environ, set or ()), dir, as_json=as_json))
 
 
 def watch(

@@ -101,9 +101,10 @@ class KnownKeys(NamedTuple):
         if key in SUCCESSORS:
             return SUCCESSORS[key]
         names = {".".join(known): known for known in self.keys}
-        near = difflib.get_close_matches(".".join(key), names, 1, 0.75)
-        if not near:  # the right name in the wrong section, or the section left out
-            last = difflib.get_close_matches(key[-1], [known[-1] for known in self.keys], 1)
+        same = [name for name, known in names.items() if known[-1] == key[-1]]  # in another section, or in one left out
+        near = same or difflib.get_close_matches(".".join(key), names, 1, 0.75)
+        if not near:  # the same, mistyped as well
+            last = difflib.get_close_matches(key[-1], [known[-1] for known in self.keys], 1, 0.75)
             near = [name for name, known in names.items() if last and known[-1] == last[0]]
         return (near or difflib.get_close_matches(".".join(key), names, 1, 0.0))[0]
 

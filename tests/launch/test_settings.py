@@ -125,6 +125,25 @@ def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("inner_steps", "outer.inner_steps"),
+        ("outer.seed", "seed"),
+        ("learning_rate", "inner.peak_learning_rate"),
+        ("outer.rul", "outer.rule"),
+    ],
+)
+def test_the_nearest_key_has_the_same_name_in_another_section_or_looks_like_it(key: str, nearest: str) -> None:
+    assert faults(None, sets=[f"{key}=1"]) == [f"--set {key}: there is no key {key}; the nearest is {nearest}"]
+
+
+def test_the_nearest_key_of_an_invented_one_is_in_its_section() -> None:
+    """It was limits.hours, whose end looks a little like it."""
+    (fault,) = faults(None, sets=["outer.bogus=1"])
+    assert fault.startswith("--set outer.bogus: there is no key outer.bogus; the nearest is outer.")
+
+
 def test_a_glob_without_quotes_is_explained(tmp_path: Path) -> None:
     """It said: expected alphabetic or numeric character, but found '.'."""
     path = tmp_path / "run.yaml"
