@@ -175,7 +175,8 @@ async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: 
 
     The addresses are `host:port` of a port that the router maps, this node's gRPC address, `p2p`, or an empty string
     for nowhere. A peer on this node's own network cannot tell whether others get through the router, so it is not asked
-    about that. Raises as `ask_dial_back`.
+    about that. If the peer is too busy to open a stream over the link on which it answers, that counts as possible.
+    Raises as `ask_dial_back`.
     """
     dial_back = partial(ask_dial_back, libp2p, peer.peer_id)
     if outside := await ways.through_router():
@@ -190,7 +191,7 @@ async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: 
     try:
         no_stream = await dial_back(STREAM)
     except (Busy, Declined, Unreachable) as error:
-        no_stream = str(error)
+        no_stream = None if isinstance(error, Busy) else str(error)
     return (STREAM, reason) if no_stream is None else ("", f"{reason}, nor over libp2p: {no_stream}")
 
 

@@ -29,7 +29,14 @@ from noloco_p2p.errors import Busy, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht import join_handshake, relay_service, streams, ways_in
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
-from noloco_p2p.io.dht.join_handshake import DIAL_BACK_CALL, ask_dial_back, check_reachable, find_way, serve_dial_back
+from noloco_p2p.io.dht.join_handshake import (
+    DIAL_BACK_CALL,
+    DialRateLimit,
+    ask_dial_back,
+    check_reachable,
+    find_way,
+    serve_dial_back,
+)
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.reach import Reach
@@ -487,12 +494,13 @@ OUTSIDE, OWN = "11.1.1.12:5009", "192.168.1.2:9"
         ("8.8.8.8", {OUTSIDE: "shut", OWN: "far", "p2p": None}, ("p2p", "far"), True),
         ("8.8.8.8", {OUTSIDE: "shut", OWN: "far", "p2p": "no"}, ("", "far, nor over libp2p: no"), True),
         ("8.8.8.8", {OUTSIDE: "shut", OWN: "far", "p2p": Declined("no")}, ("", "far, nor over libp2p: no"), True),
+        ("8.8.8.8", {OUTSIDE: "shut", OWN: "far", "p2p": Busy("no")}, ("p2p", "far"), True),
     ],
 )
 def test_the_port_of_a_router_comes_first_unless_a_peer_outside_finds_it_shut(
     monkeypatch: pytest.MonkeyPatch,
     joined: str,
-    answers: dict[str, str | Declined | None],
+    answers: dict[str, str | Declined | Busy | None],
     found: tuple[str, str],
     serves: bool,
 ) -> None:
@@ -699,6 +707,22 @@ def test_a_node_that_cannot_be_dialled_learns_at_its_start_whether_streams_reach
                 await check_reachable(b, "127.0.0.1:9", ways)
             reaches.add("127.0.0.1:9")
             assert await check_reachable(b, "127.0.0.1:9", ways)
+
+    run(scenario)
+
+
+def test_a_peer_that_may_dial_back_only_once_more_does_not_end_a_start_behind_nat(tmp_path: Path) -> None:
+    """Of twelve nodes behind NAT that joined a peer within five seconds one ended: the peer was too busy to answer its
+    second question."""
+
+    async def probe(address: str, peer: PeerId) -> str | None:
+        return "nothing accepts connections there"
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            await serve_dial_back(a, probe, DialRateLimit(per_minute=1))
+            ways = WaysIn(b, Streams(b, RUN), ("127.0.0.1", 9))
+            assert not await check_reachable(b, "127.0.0.1:9", ways)
 
     run(scenario)
 
