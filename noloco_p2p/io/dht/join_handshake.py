@@ -200,11 +200,12 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
 
     Returns whether it is reached at its gRPC address. Raises LocalError if it cannot be reached at all. If a peer
     cannot be asked (because it has just died, or is busy), or its answer makes no sense, the next one is asked. If none
-    can, a private address is taken for one that peers at public addresses do not reach.
+    can, or those that do say that they do not reach this node while others cannot be asked, a private address is taken
+    for one that peers at public addresses do not reach.
     """
-    failure = nowhere = ""
-    for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
+    for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 1):
         await asyncio.sleep(attempt)
+        failure = nowhere = ""
         for peer in libp2p.joined:
             try:
                 where, reason = await find_way(libp2p, peer, address, ways)
@@ -218,13 +219,12 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
             if where:
                 return where == address
             nowhere = reason
-    if nowhere:
+    if nowhere and not failure:
         raise LocalError(_unreachable(address, nowhere))
-    hidden = False
     if failure:
-        log.warning("no peer could be asked whether others reach this node at %s: %s", address, failure)
-        known = await libp2p.reach.addresses(peer.host for peer in libp2p.joined)
-        hidden = is_private(address) and "public" in map(scope, known.values())
+        log.warning("it is not known whether others reach this node at %s: %s", address, failure)
+    known = await libp2p.reach.addresses(peer.host for peer in libp2p.joined)
+    hidden = is_private(address) and "public" in map(scope, known.values())
     if outside := await ways.through_router():
         log.info(UNTRIED, outside)
     if outside or hidden:

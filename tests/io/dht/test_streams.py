@@ -482,6 +482,31 @@ def test_a_private_address_that_nobody_could_dial_back_is_not_relied_on(monkeypa
     assert virtual_time.run(scenario("192.168.1.3", "192.168.1.2:9"), limit_s=9.0)
 
 
+def test_a_single_peer_that_denies_that_it_reaches_a_node_does_not_end_its_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It can keep the other joined peers busy with dialling it back."""
+
+    async def answer(_: object, peer: PeerId, address: str) -> str:
+        if peer == STRANGER:
+            return "nothing accepts connections there"
+        raise Busy("busy dialling others back")
+
+    monkeypatch.setattr(join_handshake, "ask_dial_back", answer)
+    liar, honest = (JoinAddress("8.8.8.8", 4001, peer) for peer in (STRANGER, RELAYING))
+
+    def starts(*joined: JoinAddress) -> bool:
+        libp2p = cast(Libp2pDaemon, Mock(joined=joined, reach=Reach(["8.8.8.8"]), router=None))
+        ways = Mock(serve=AsyncMock(), through_router=AsyncMock(return_value=""))
+        return virtual_time.run(check_reachable(libp2p, "8.8.4.4:9", ways), limit_s=9.0)
+
+    assert starts(liar, honest)
+    assert starts(honest, liar)
+    assert "it is not known whether others reach this node at 8.8.4.4:9: busy" in caplog.text
+    with pytest.raises(LocalError, match="others cannot reach this node"):
+        starts(liar)
+
+
 OUTSIDE, OWN = "11.1.1.12:5009", "192.168.1.2:9"
 
 
