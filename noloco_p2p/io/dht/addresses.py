@@ -101,13 +101,15 @@ def host_multiaddress(host: str, port: int) -> str:
 
 def local_host_towards(*hosts: str, only: int = 0) -> str:
     """The address of this machine on the route to the first of `hosts` to which there is one; the loopback address if
-    there is none. `only`: an address family; 0 for any.
+    there is none. `only`: an address family; 0 for any. IPv6 addresses with a zone, to which names of the local network
+    may lead, are passed over, because libp2p addresses have none.
 
     A UDP socket is connected and closed; no packet is sent.
     """
     for host in hosts:
-        with contextlib.suppress(OSError):
-            family, _, _, _, target = socket.getaddrinfo(host, 9, only, socket.SOCK_DGRAM)[0]
+        with contextlib.suppress(OSError, StopIteration):
+            found = socket.getaddrinfo(host, 9, only, socket.SOCK_DGRAM)
+            family, _, _, _, target = next(one for one in found if "%" not in str(one[4][0]))
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)
                 return str(probe.getsockname()[0])

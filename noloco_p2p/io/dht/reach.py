@@ -179,7 +179,8 @@ class Reach:
         try:
             look_up = partial(socket.getaddrinfo, host, 1, type=socket.SOCK_STREAM)
             found = await loop.run_in_executor(self._threads, look_up)
-            addresses = tuple(dict.fromkeys(str(one[4][0]) for one in found))
+            # Names of the local network may also lead to an IPv6 address with a zone; libp2p addresses have none.
+            addresses = tuple(dict.fromkeys(str(one[4][0]) for one in found if "%" not in str(one[4][0])))
         except (OSError, UnicodeError):
             addresses = self._of(host)  # there may be no network at the moment
         finally:

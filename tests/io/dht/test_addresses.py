@@ -100,6 +100,15 @@ def test_a_node_that_listens_on_ipv4_only_announces_no_ipv6_address(monkeypatch:
         assert announced_host("::", None, join) == "::1"
 
 
+def test_a_name_of_the_local_network_gives_an_address_without_a_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may lead to a link-local address first. `noloco top` then refused a setting that nobody had made."""
+    near = [(socket.AF_INET6, 0, 0, "", (host, 9, 0, scope)) for host, scope in (("fe80::1%eth0", 2), ("::1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: near)
+    assert local_host_towards("near.local") == "::1"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: near[:1])
+    assert local_host_towards("near.local") == "127.0.0.1"
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -14,7 +14,7 @@ from daemons import STRANGER, daemon, node, run
 
 from noloco_p2p.core.messages import STREAM, Advert
 from noloco_p2p.io.dht import reach as reaching
-from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.addresses import JoinAddress, KnownPeers
 from noloco_p2p.io.dht.join_handshake import DIALS_PER_MINUTE, ask_dial_back, serve_dial_back
 from noloco_p2p.io.dht.reach import Reach, endpoint, host_of, joined, scope
 
@@ -196,6 +196,22 @@ def test_a_failed_look_up_keeps_the_known_address(names: list[str], monkeypatch:
         assert await reach.addresses(hosts) == before
         monkeypatch.setitem(NAMES, "both.example", ["8.8.4.4"])
         assert await reach.addresses(["both.example"]) == {"both.example": "8.8.4.4"}
+
+    asyncio.run(scenario())
+
+
+def test_a_name_of_the_local_network_is_dialled_at_an_address_without_a_zone(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address with a zone cannot be written as a libp2p address: storing it ended the dialling of known peers."""
+    monkeypatch.setitem(NAMES, "near.local", ["fe80::1%eth0", "192.168.1.5"])
+    monkeypatch.setitem(NAMES, "nearer.local", ["fe80::2%eth0"])
+
+    async def scenario() -> None:
+        near = [JoinAddress(host, 41001, STRANGER) for host in ("near.local", "nearer.local")]
+        known = KnownPeers(tmp_path / "known_peers.json")
+        known.remember(await Reach(["near.local", "fe80::9", "192.168.1.2"]).joins(near))
+        assert known.unlinked(set(), 8) == [JoinAddress("192.168.1.5", 41001, STRANGER)]
 
     asyncio.run(scenario())
 
