@@ -5,7 +5,7 @@ from typing import Any
 import msgpack
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 
-from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, dht_time
+from noloco_p2p.io.dht.adverts import ADVERTS_PER_STAGE_LIMIT, LONGEST_TTL_S, dht_time
 
 STAGE_LIMIT_BYTES = 3 << 20
 """Most bytes of one stage's records, without keys. With keys they still fit into one reply of hivemind (4 MiB)."""
@@ -16,15 +16,15 @@ DICTIONARY, MOST_RECORDS = 0x50, STAGE_LIMIT_BYTES // 256
 
 
 def unpacked(kind: int, packed: bytes) -> Any:
-    """The records in an extension, without the bounds that its sender gives, which hivemind would use unchecked. Raises
-    any error if it is something else.
+    """The records in an extension, at most as many as a reading takes in, because each has to be checked, and without
+    the bounds that its sender gives, which hivemind would use unchecked. Raises any error if it is something else.
 
     hivemind also unpacks extensions in extensions, each level of which takes 40 KiB of the stack of this process.
     """
     if kind != DICTIONARY:
         raise ValueError(f"an extension of type {kind}")
     with DictionaryDHTValue().freeze() as records:
-        for record in msgpack.unpackb(packed, max_array_len=MOST_RECORDS)[2]:
+        for record in msgpack.unpackb(packed, max_array_len=MOST_RECORDS)[2][:ADVERTS_PER_STAGE_LIMIT]:
             records.store(*record)
     return records
 

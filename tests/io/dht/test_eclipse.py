@@ -287,6 +287,24 @@ def test_an_answer_full_of_records_is_checked_a_few_at_a_time() -> None:
     asyncio.run(scenario())
 
 
+def test_no_answer_has_more_records_checked_than_a_reading_takes_in(tmp_path: Path) -> None:
+    """The 9,000 that fit into an answer took 2 to 4 s, if their sender had signed new ones; a reading has 10 s."""
+    import msgpack
+    from hivemind.proto import dht_pb2
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            inspection, turns = a.directory._node.protocol.authorizer, Turns()
+            inspection._validator = turns
+            records = [(f"{number}", b"record", dht_time() + TTL_S) for number in range(9_000)]
+            packed = msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, 0.0, records])))
+            answer = dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=packed)])
+            assert await inspection.validate_response(answer, dht_pb2.FindRequest(keys=[b"key"]))
+            assert turns.checked.total() == adverts.ADVERTS_PER_STAGE_LIMIT
+
+    run(scenario)
+
+
 def nested(levels: int) -> bytes:
     import msgpack
 
