@@ -19,7 +19,7 @@ from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.reach import T, in_turns
-from noloco_p2p.io.dht.streams import cancelled
+from noloco_p2p.io.dht.streams import cancelled, logged
 
 STORE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
 BOOTSTRAP_TIMEOUT_S = 5.0
@@ -187,8 +187,8 @@ class HivemindDirectory:
             return self._cut_off
         node.protocol.storage, self._node = self._node.protocol.storage, node
         # On a full disk they are dialled all the same.
-        await _logged(asyncio.to_thread(self._known.remember, [one for _, one in sorted(self._libp2p.met.items())]))
-        await _logged(self.rejoin())
+        await logged("rejoining", asyncio.to_thread(self._known.remember, list(self._libp2p.met.values())))
+        await logged("rejoining", self.rejoin())
         self._rejoining = asyncio.create_task(self._rejoin_forever())
         self._cut_off = ""
         return ""
@@ -278,7 +278,7 @@ class HivemindDirectory:
         said = ""
         while not self._libp2p.failed.done():
             await asyncio.sleep(REJOIN_PERIOD_S)
-            said = await _logged(self.rejoin(), said)
+            said = await logged("rejoining", self.rejoin(), said)
 
     async def _dht_node(self) -> Any:
         from hivemind.dht.routing import DHTID
@@ -287,14 +287,3 @@ class HivemindDirectory:
         validator = adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time, self._members)
         creating = dht_node.create(self._libp2p.p2p, validator, asks_only=self._libp2p.asks_only)
         return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
-
-
-async def _logged(rejoining: Awaitable[None], said: str = "") -> str:
-    """Await a part of rejoining. Returns why it failed, which is logged unless it was `said` before, or ""."""
-    try:
-        await rejoining
-    except (LocalError, PeerError) as error:
-        if str(error) != said:
-            log.warning("rejoining: %s", error)
-        return str(error)
-    return ""

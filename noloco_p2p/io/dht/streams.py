@@ -5,6 +5,7 @@ splices the stream with another one.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack, closing, suppress
 from tempfile import TemporaryDirectory
@@ -30,12 +31,26 @@ END_S = 10.0
 """How long the end of a stream may take what was passed on before the other end stopped, seconds."""
 _TEXT_LIMIT = 200
 
+log = logging.getLogger(__name__)
+
 
 async def cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def logged(what: str, doing: Awaitable[object], said: str = "") -> str:
+    """Await something that this node does again and again. Returns why it failed, which is logged unless it was `said`
+    before, or ""."""
+    try:
+        await doing
+    except (LocalError, PeerError) as error:
+        if str(error) != said:
+            log.warning("%s: %s", what, error)
+        return str(error)
+    return ""
 
 
 async def say(stream: Stream, text: str) -> None:

@@ -12,12 +12,12 @@ from functools import partial
 from hashlib import blake2b
 
 from noloco_p2p.core.messages import STREAM, PeerId
-from noloco_p2p.errors import LocalError, PeerError, Unreachable
+from noloco_p2p.errors import PeerError, Unreachable
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.port_mapping import RENEW_S, HomeRouter
 from noloco_p2p.io.dht.reach import RELAY, is_private, joined
-from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, splice
+from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, logged, splice
 
 RELAYS = 2
 LOOK_S = 3.0
@@ -98,12 +98,10 @@ class WaysIn:
                 both.create_task(self._again(self._keep_mapped, self._libp2p.router, changed, every_s=RENEW_S))
 
     async def _again(self, look: Callable[..., Awaitable[object]], *arguments: object, every_s: float = LOOK_S) -> None:
+        said = ""
         while True:
             await asyncio.sleep(every_s)
-            try:
-                await look(*arguments)
-            except (PeerError, LocalError) as error:
-                log.warning("ways to this node: %s", error)
+            said = await logged("ways to this node", look(*arguments), said)
 
     async def _keep_mapped(self, router: HomeRouter, changed: Callable[[], Awaitable[object]]) -> None:
         """Renew the router's mappings. While that fails, callers come through the relays, and the addresses stay."""

@@ -22,6 +22,7 @@ from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of, public_key_of
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.streams import logged
 from noloco_p2p.io.durable_files import read_if_there, write_whole, writing
 from noloco_p2p.io.security.certificates import RunTrust
 
@@ -164,7 +165,11 @@ async def keep(
 
     Ends only with a LocalError, when one of `mine`, this node and the one that issued its certificate, is revoked.
     """
-    lately = deque[PeerId](maxlen=REMEMBERED)
+    lately, said, failed = deque[PeerId](maxlen=REMEMBERED), "", ""
+
+    async def look() -> None:
+        revocations.look()
+
     while True:
         own = mine()
         if revocations.names(*own[:1]):
@@ -172,14 +177,8 @@ async def keep(
         if revocations.names(*own):
             raise LocalError("the node that admitted this one was revoked: ask for a new invitation")
         # The disk may be full, or the daemon dead until it is restarted.
-        try:
-            revocations.look()
-        except (Violation, LocalError) as error:
-            log.warning("%s", error)
+        said = await logged("revocations", look(), said)
         asked = sorted(ahead(), key=lambda one: (lately.count(one.peer_id), random.random()))[:ASKED]
         lately.extend(one.peer_id for one in asked)
-        try:
-            await ask(libp2p, revocations, asked)
-        except LocalError as error:
-            log.warning("%s", error)
+        failed = await logged("revocations", ask(libp2p, revocations, asked), failed)
         await asyncio.sleep(LOOK_S)

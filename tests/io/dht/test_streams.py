@@ -601,6 +601,23 @@ def test_members_that_refuse_to_relay_are_forgotten_after_a_while(monkeypatch: p
     asyncio.run(scenario())
 
 
+def test_while_the_daemon_is_dead_the_log_says_once_that_relays_and_links_are_not_looked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A daemon that dies again is restarted only after a minute. A node behind NAT wrote 40 lines meanwhile."""
+    dead = AsyncMock(side_effect=LocalError("the libp2p daemon has died"))
+    ways = WaysIn(cast(Libp2pDaemon, Mock(links=dead, joined=(), met={}, router=None)), Mock(), ("127.0.0.1", 9))
+
+    async def scenario() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(60.0):
+                await ways.keep(AsyncMock())
+
+    virtual_time.run(scenario(), limit_s=99.0)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["ways to this node: the libp2p daemon has died"] * 2
+
+
 def test_a_relay_is_used_again_as_soon_as_there_is_a_link_to_it_again() -> None:
     """It has not refused: its daemon was being restarted, or that of this node."""
     libp2p = Mock(
