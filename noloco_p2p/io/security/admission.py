@@ -94,8 +94,8 @@ async def ask(libp2p: Libp2pDaemon, issuer: PeerId, **asked: str) -> bytes:
 
 
 async def invited(libp2p: Libp2pDaemon, trust: RunTrust, role: Role, now: float) -> bytes:
-    """Obtain a certificate, PEM, with the invitation in a joined address. Raises ConfigError if there is no invitation,
-    otherwise the error of the last one."""
+    """Obtain a certificate, PEM, with the invitation in a joined address; one of another peer, role or run is refused.
+    Raises ConfigError if there is no invitation, otherwise the error of the last one."""
     failure: NolocoError = ConfigError(
         "this run is members-only, and the join address carries no invitation: ask a member who can make one"
         " (noloco invite) for the complete address"
@@ -104,7 +104,10 @@ async def invited(libp2p: Libp2pDaemon, trust: RunTrust, role: Role, now: float)
         if address.invitation:
             try:
                 Invitation.parse(address.invitation).check(trust, now)
-                return await ask(libp2p, address.peer_id, invitation=address.invitation, role=role)
+                made = await ask(libp2p, address.peer_id, invitation=address.invitation, role=role)
+                if (found := trust.membership(made)).role == role and found.peer_id == libp2p.peer_id:
+                    return made
+                failure = Violation(f"issuer {address.peer_id} gave this node the certificate of another peer or role")
             except (PeerError, ConfigError) as error:
                 failure = error
     raise failure

@@ -434,7 +434,8 @@ def test_an_invited_node_does_not_start_with_a_certificate_from_a_fast_clock(
 
     def started(invited: str) -> float:
         (tmp_path / run_key.CERTIFICATE).write_bytes(early)
-        libp2p = SimpleNamespace(joined=[JoinAddress("127.0.0.1", 1, ANN, invited)], call=call)
+        joined = [JoinAddress("127.0.0.1", 1, ANN, invited)]
+        libp2p = SimpleNamespace(joined=joined, call=call, peer_id=identity.peer_id)
         monkeypatch.setattr(revocations, "ask", AsyncMock())
         coming = run_key.of_node(tmp_path, identity, None, manifest, cast(Libp2pDaemon, libp2p))
         credentials = asyncio.run(coming).credentials
@@ -443,6 +444,29 @@ def test_an_invited_node_does_not_start_with_a_certificate_from_a_fast_clock(
 
     assert started(invitation(club).text) < club.now
     assert started("") > club.now, "an issuer may still renew it"
+
+
+@pytest.mark.parametrize("why", ["for an observer", "for another peer", "of another run"])
+def test_an_issuer_that_gives_a_newcomer_a_useless_certificate_is_passed_over(tmp_path: Path, why: str) -> None:
+    """The node kept the certificate of an observer, and all others refused its adverts, after each of its restarts."""
+    club, elsewhere = Club(tmp_path), Club(tmp_path)
+    token = invitation(club).text
+    libp2p = SimpleNamespace(peer_id=EVE, joined=[JoinAddress("127.0.0.1", 1, peer, token) for peer in (ANN, BOB)])
+    useless = {
+        "for an observer": club.chain(EVE, "observer"),
+        "for another peer": club.chain(ANN),
+        "of another run": elsewhere.chain(EVE),
+    }[why]
+
+    async def call(issuer: PeerId, *_: object) -> bytes:
+        return useless if issuer == ANN else club.chain(EVE)
+
+    libp2p.call = call
+    made = asyncio.run(admission.invited(cast(Libp2pDaemon, libp2p), club.trust, "member", club.now))
+    assert club.trust.membership(made) == club.trust.membership(club.chain(EVE))
+    libp2p.joined.pop()
+    with pytest.raises(Violation, match="another peer or role" if why.startswith("for") else "not issued for this run"):
+        asyncio.run(admission.invited(cast(Libp2pDaemon, libp2p), club.trust, "member", club.now))
 
 
 def test_a_certificate_from_an_issuer_with_a_fast_clock_is_not_adopted(tmp_path: Path) -> None:
