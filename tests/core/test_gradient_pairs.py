@@ -9,8 +9,10 @@ import pytest
 
 from noloco_p2p.core.gradient_pairs import (
     CALM,
+    COMPARED,
     EARLY,
     EARLY_PAIRS,
+    REMEMBERED,
     SUSPICIOUS,
     SUSPICIOUS_PAIRS,
     GradientLikeness,
@@ -126,6 +128,48 @@ def test_the_pairs_of_a_replica_that_dissents_are_forgotten() -> None:
     assert found == "liar"
     ids = [MicrobatchId("me", 7, number) for number in range(20_000)]
     assert sum(map(audit.repeats, ids)) < 1.1 * EARLY * len(ids) < SUSPICIOUS * len(ids)
+
+
+def test_only_the_pairs_of_a_replica_that_dissents_are_forgotten() -> None:
+    """Those of another liar still count, so the next outlier shows it."""
+    audit = GradientPairs(0)
+    for one, other in combinations("abcdefgh", 2):
+        audit.observe((one,), (other,), 0.1)
+    for honest in "abc":
+        assert audit.observe(("second",), (honest,), sqrt(2)) == (True, None)
+    assert [audit.observe(("first",), (honest,), sqrt(2))[1] for honest in "defg"] == [None, None, None, "first"]
+    assert audit.observe(("second",), ("d",), sqrt(2)) == (True, "second")
+
+
+def test_a_replica_that_begins_to_lie_is_found_however_long_it_was_honest() -> None:
+    """Only its last sixteen pairs count."""
+    audit = GradientPairs(0)
+    for one, other in list(combinations("abcdefgh", 2)) * 8:
+        audit.observe((one,), (other,), 0.1)
+    found = [audit.observe(("a",), (honest,), sqrt(2))[1] for honest in "bcdefghb"]
+    assert found == [None] * 7 + ["a"]
+
+
+def test_a_later_replica_is_blamed_if_three_before_it_named_it_and_not_if_two_did() -> None:
+    for namers, blamed in ((2, None), (3, "liar")):
+        audit, others = GradientPairs(0), [(f"a{at}", f"b{at}") for at in range(8)]
+        for one, other in combinations(others, 2):
+            audit.observe(one, other, 0.1)
+        found = [audit.observe((f"a{at % namers}", "liar"), others[at + 3], sqrt(2))[1] for at in range(4)]
+        assert found == [None, None, None, blamed]
+
+
+def test_a_node_remembers_a_bounded_number_of_pairs() -> None:
+    audit = GradientPairs(0)
+    for one, other in list(combinations("abcdefghijkl", 2)) * 20:
+        audit.observe((one,), (other,), 0.1)
+    assert (len(audit._apart), len(audit._pairs)) == (COMPARED, REMEMBERED)
+    for honest in "abcd":
+        dissenter = audit.observe(("liar",), (honest,), sqrt(2))[1]
+    assert dissenter == "liar"
+    for one, other in list(combinations("abcdefghijkl", 2)) * 20:
+        audit.observe((one,), (other,), 0.1)
+    assert len(audit._pairs) == REMEMBERED, "also after some were forgotten"
 
 
 def test_outliers_with_a_replica_that_agrees_with_nobody_do_not_make_outliers_usual() -> None:

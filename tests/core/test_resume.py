@@ -12,6 +12,7 @@ from noloco_p2p.core.resume import (
     common_round,
     deciding,
     guards_ahead,
+    has_last_step,
     lacking,
     restore_sources,
     run_has_begun,
@@ -46,6 +47,12 @@ def test_a_run_has_begun_when_somebody_has_trained(state: str) -> None:
     assert run_has_begun([*waiting, replace(advert("d", 2, "draining"), step=0.5)])
 
 
+def test_a_node_has_the_last_step_if_any_of_its_checkpoints_is_of_it() -> None:
+    assert not has_last_step(advert("a", 0), 50)
+    assert not has_last_step(advert("a", 0, holds=held(0, 3, 4)), 50)
+    assert has_last_step(advert("a", 0, holds=held(0, 3, 5)), 50)
+
+
 def test_lacking_names_what_is_missing() -> None:
     others = [advert("a", 0, "waiting"), advert("b", 1, "starting")]
     me = advert("me", 1, "waiting")
@@ -65,7 +72,7 @@ def test_a_living_replica_comes_first_the_furthest_one_before_all() -> None:
 @pytest.mark.parametrize(("behind", "first"), [(0, "shard"), (NEAR_ROUNDS, "shard"), (NEAR_ROUNDS + 1, "peer")])
 def test_an_own_checkpoint_will_do_while_it_is_hardly_behind(behind: int, first: str) -> None:
     mate = advert("b", 1, round=20)
-    found = restore_sources(ME, [*OTHERS, mate], held(1, 20 - behind, 10, 19 - behind), STAGES)
+    found = restore_sources(ME, [*OTHERS, mate], held(1, 10, 19 - behind, 20 - behind), STAGES)
     assert found[0].kind == first
     assert first == "peer" or kinds(found)[:2] == [("shard", 20 - behind), ("peer", "b")], "only the newest"
     assert ("peer", "b") in kinds(found), "in case the checkpoint is damaged"
@@ -214,6 +221,8 @@ def test_a_node_without_weights_waits_for_a_mate_that_has_them() -> None:
     for enough in ((2, 8), (9,)):
         assert kinds(restore_sources(ME, [mate, *rest], held(1, *enough), STAGES))[0] == ("shard", enough[-1])
     assert kinds(restore_sources(ME, [mate, *rest], held(1, 12), STAGES)) == [("wait", "")], "others cannot reach it"
+    old_and_young = replace(mate, holds=(*held(1, 8), Holding(1, 9, 90, 7)))
+    assert kinds(restore_sources(ME, [old_and_young, *rest], held(1, 6), STAGES)) == [("wait", "")], "its oldest count"
     initial = [replace(one, holds=held(one.stage, 0)) for one in (mate, *rest)]
     assert kinds(restore_sources(ME, initial, (), STAGES)) == [("wait", "")]
 
@@ -251,6 +260,7 @@ def test_the_nodes_with_the_newest_weights_must_answer_before_a_lost_stage_resum
 
 def test_fresh_weights_are_the_last_resort() -> None:
     assert kinds(restore_sources(ME, OTHERS, (), STAGES)) == [("fresh", "")]
+    assert kinds(restore_sources(ME, [], (), STAGES)) == [("fresh", "")], "nobody has any weights at all"
     assert kinds(restore_sources(ME, [], held(1, 3, 4), STAGES)) == [("shard", 4), ("shard", 3), ("fresh", "")]
 
 
