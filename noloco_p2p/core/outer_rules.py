@@ -47,8 +47,12 @@ class OuterRule(Protocol):
 
     @property
     def instability(self) -> str | None:
-        """Why training would be unstable with these settings, in one line; None if it would not."""
-        return None
+        """Why training would be unstable with these settings, in one line; None if it would not.
+
+        Here only the outer learning rate, if the rule has one. Under `averaged` δ is bounded for α < 1, and the
+        settings allow no other α; under `diloco` and `dct` φ is the same on all replicas, so nothing drifts apart.
+        """
+        return _stands_still(getattr(self, "beta", 1.0))
 
     def start(self, theta: Any) -> dict[str, Any]:
         """The kinds for new weights: φ = θ, δ = 0."""
@@ -102,11 +106,6 @@ class Averaged(OuterRule):
     beta: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 2
-
-    @property
-    def instability(self) -> str | None:
-        """Checks only the outer learning rate: δ is bounded for α < 1, and the settings allow no other α."""
-        return _stands_still(self.beta)
 
     @property
     def gain(self) -> float:
@@ -169,11 +168,6 @@ class Diloco(OuterRule):
     beta: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     common: ClassVar[tuple[str, ...]] = ("slow", "momentum")
-
-    @property
-    def instability(self) -> str | None:
-        """Checks only the outer learning rate: φ is the same on all replicas, so nothing drifts apart."""
-        return _stands_still(self.beta)
 
     def offer(self, own: Values) -> Offer:
         """Δ."""
@@ -261,12 +255,11 @@ def vector_size(rule: OuterRule, parameters: int) -> int:
 
 def make_rule(name: RuleName, *, alpha: float, beta: float, gamma: float, inner_steps: int) -> OuterRule:
     """The rule of this name with these settings; it ignores those that it does not have."""
-    rules: dict[RuleName, OuterRule] = {
+    return {
         "noloco": Noloco(alpha, beta, gamma),
         "averaged": Averaged(alpha, beta),
         "gossip": Gossip(gamma, inner_steps),
         "diloco": Diloco(alpha, beta),
         "dct": Dct(alpha, beta),
         "sync": Sync(),
-    }
-    return rules[name]
+    }[name]

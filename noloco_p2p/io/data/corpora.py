@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.errors import NO_JSON, ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import Ids, Tokenizer, first_line
 
 HELD_OUT_EVERY = 50
@@ -39,10 +39,9 @@ probability THIN_SHARE. Otherwise replicas that happen to read the same unit wou
 ESCAPED = re.compile(r"\[[*?[]\]")
 """A character that would be a wildcard of a glob, as `glob.escape` writes it."""
 
-_DAMAGED = EOFError, KeyError, TypeError, ValueError, NotImplementedError, MemoryError, zlib.error, LZMAError
-"""Errors that Python, pyarrow and datasets raise for files that are cut off, damaged or of another format."""
-_READ_ERRORS = (OSError, ImportError, *_DAMAGED)
-"""The same, and those for files that are missing, or of a format for which a package is missing."""
+_UNREAD = OSError, ImportError, EOFError, TypeError, *NO_JSON, NotImplementedError, MemoryError, zlib.error, LZMAError
+"""Errors that Python, pyarrow and datasets raise for files that are missing, cut off, damaged or of another format, or
+of one for which a package is missing."""
 
 
 Mask = npt.NDArray[np.uint8]
@@ -86,8 +85,8 @@ def failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
         raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
     except KeyError as error:
         raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
-    except _READ_ERRORS as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
+    except _UNREAD as error:
+        reason = getattr(error, "strerror", None) or first_line(getattr(error, "msg", error))
         raise LocalError(f"{what} cannot be {outcome}: {reason}") from error
 
 
@@ -179,15 +178,12 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
     except OSError as error:
         raise LocalError(f"cannot read {error.filename}: {error.strerror}") from error
     length = max(PIECE_BYTES, -(-sum(sizes.values()) // MAX_PIECES))
-    parts = {name: pieces(found[name], sizes[name], length) for name in sorted(found) if sizes[name]}
-    chosen = {name for name in parts if zlib.crc32(os.fsencode(name)) % HELD_OUT_EVERY == 0}
-    if chosen and len(chosen) < len(parts):
-        train = [piece for name, mine in parts.items() if name not in chosen for piece in mine]
-        held_out = [piece for name, mine in parts.items() if name in chosen for piece in mine]
-    else:
-        every = [piece for mine in parts.values() for piece in mine]
-        train = [piece for i, piece in enumerate(every) if i % HELD_OUT_EVERY]
-        held_out = every[::HELD_OUT_EVERY]
+    every = [(name, piece) for name in sorted(found) for piece in pieces(found[name], sizes[name], length)]
+    chosen = [zlib.crc32(os.fsencode(name)) % HELD_OUT_EVERY == 0 for name, _ in every]
+    if len(set(chosen)) < 2:
+        chosen = [number % HELD_OUT_EVERY == 0 for number in range(len(every))]
+    train = [piece for (_, piece), held in zip(every, chosen, strict=True) if not held]
+    held_out = [piece for (_, piece), held in zip(every, chosen, strict=True) if held]
     if not train or not held_out:
         raise ConfigError(f"the data ({min(found)}, …) is too small: it needs a piece to train on and one to hold out")
     return FileCorpus(train, held_out, tokenizer)

@@ -4,8 +4,10 @@
 """
 
 import glob
+import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from io import BufferedReader
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -160,20 +162,40 @@ def _local(files: list[str], columns: list[str]) -> Any:
     """The rows of local files, whose reader depends on their extension. Raises ConfigError, LocalError."""
     datasets = _library()
     plain = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path for path in map(Path, files))
-    readers = {LAYOUTS.get(path.suffix.lower(), "text") for path in plain}
-    if len(readers) > 1:
-        raise ConfigError(f"the data files are of several kinds ({', '.join(sorted(readers))}): name only one kind")
-    reader = readers.pop()
-    named = list(map(glob.escape, files))  # `datasets` takes names for globs
-    options = {"data_files": named, "split": "train", "streaming": True, **OPTIONS.get(reader, {})}
+    reader, *others = sorted({LAYOUTS.get(path.suffix.lower(), "text") for path in plain})
+    if others:
+        raise ConfigError(f"the data files are of several kinds ({', '.join((reader, *others))}): name only one kind")
+    options = OPTIONS.get(reader, {}) | ({"columns": columns} if reader == "parquet" else {})
     with corpora.failing_as_local_error(f"{files[0]}{', …' if files[1:] else ''}"):
-        stream = datasets.load_dataset(reader, **options)
-        if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block
-            features = datasets.Features(stream.features | {"timestamp": datasets.Value("string")})
-            stream = datasets.load_dataset(reader, features=features, **options)
+        if reader == "json":
+            # Each file is a shard; if `columns` were a list, it would be divided as well.
+            return datasets.IterableDataset.from_generator(_of_json, None, {"files": files, "columns": tuple(columns)})
+        named = list(map(glob.escape, files))  # `datasets` takes names for globs
+        stream = datasets.load_dataset(reader, data_files=named, split="train", streaming=True, **options)
         if reader == "text":
             return stream.batch(BLOCK_LINES).map(lambda block: {"text": "".join(block["text"])})
         return stream.select_columns(columns)
+
+
+def _of_json(files: list[str], columns: Sequence[str]) -> Iterator[Row]:
+    """These columns of files of JSON lines, or of an array each. `datasets` would want all other columns to have the
+    same names and types in all files and blocks.
+
+    A row without a column has None there, but not the first row of a file. Raises LocalError, naming the line.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+
+    for file in files:
+        with LocalFileSystem().open(file, compression="infer") as unpacked, BufferedReader(unpacked) as opened:
+            first = opened.readline()
+            lines = [first + opened.read()] if first.lstrip().startswith(b"[") else chain([first], opened)
+            for number, line in enumerate(lines, 1):
+                with corpora.failing_as_local_error(f"line {number} of {file}"):
+                    found = json.loads(line) if line.strip() else []
+                    for at, row in enumerate(found if isinstance(found, list) else [found]):
+                        if not isinstance(row, dict):
+                            raise ValueError(f"a row is {row!r:.60}")
+                        yield {name: row.get(name) if number + at > 1 else row[name] for name in columns}
 
 
 def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | None]:

@@ -142,9 +142,7 @@ def _cut(documents: list[TokenizedDocument], length: int) -> Samples:
     if any(document.mask is not None for document in documents):
         return list(_padded(documents, length))
     joined = np.concatenate([EMPTY.ids, *(document.ids for document in documents)])
-    if len(joined) <= length:
-        return []
-    return [TokenizedDocument(ids) for ids in np.lib.stride_tricks.sliding_window_view(joined, length + 1)[::length]]
+    return [TokenizedDocument(joined[at : at + length + 1]) for at in range(0, len(joined) - length, length)]
 
 
 def _padded(documents: list[TokenizedDocument], length: int) -> Iterator[TokenizedDocument]:

@@ -283,6 +283,65 @@ def test_rows_of_text_are_read_from_files_of_many_kinds(kind: str, tmp_path: Pat
     assert sum(map(len, every)) == sum(len(text) + 1 for text in texts), "noloco eval reads all of them"
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_columns_that_are_not_read_may_differ_from_file_to_file(kind: str, tmp_path: Path) -> None:
+    """The node stopped when it came to the second file: b.jsonl cannot be read: Couldn't cast."""
+    others: list[dict[str, list[object]]] = [{"n": [1, 2]}, {"n": ["x", "y"], "more": [1, 2]}, {}]
+    for part, other in enumerate(others):
+        rows = datasets.Dataset.from_dict({"text": [f"<{part}:0>", f"<{part}:1>"], **other})
+        write: dict[str, Callable[[Path], object]] = {"csv": rows.to_csv, "jsonl": rows.to_json}
+        write.get(kind, rows.to_parquet)(tmp_path / f"{part}.{kind}")
+    corpus = hub_corpora.text_corpus(manifest("c4").data, (str(tmp_path / f"*.{kind}"),), tokenizers.BYTES)
+    every = [bytes(document.ids[:-1].astype(np.uint8) - 3) for document in corpus.everything()]
+    assert every == [b"<%d:%d>" % (part, i) for part in range(3) for i in range(2)]
+
+
+def test_columns_that_are_not_read_may_differ_from_row_to_row(tmp_path: Path) -> None:
+    """Types were guessed from the first block. What follows it here ended a run, however long it had trained."""
+    texts = [f"{i:06} " * 1_000 for i in range(2_000)]
+    rows: list[dict[str, object]] = [{"text": text, "date": "2020-01-01", "id": 7} for text in texts]
+    rows += [{"id": "x", "date": "unknown", "meta": {"a": []}, "text": "at the end"}, {"text": None}, {"id": 8}]
+    (tmp_path / "x.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    every = list(hub_corpora.documents_of(tmp_path / "x.jsonl", tokenizers.BYTES))
+    assert [len(document.ids) for document in every] == [7_001] * 2_000 + [11, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"), [("x.json", bytes), ("X.JSON.GZ", gzip.compress), ("x.json.zst", PACKED["zst"])]
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_rows_may_be_an_array(name: str, pack: Callable[[bytes], bytes], indent: int | None, tmp_path: Path) -> None:
+    rows = [{"text": f"é{i}"} for i in range(70)]
+    (tmp_path / name).write_bytes(pack(json.dumps(rows, indent=indent).encode()))
+    every = hub_corpora.documents_of(tmp_path / name, tokenizers.BYTES)
+    assert [bytes(document.ids[:-1].astype(np.uint8) - 3).decode() for document in every] == [
+        f"é{i}" for i in range(70)
+    ]
+
+
+def test_text_that_looks_like_a_date_is_text(tmp_path: Path) -> None:
+    """It said: the text of a row is datetime.datetime(2020, 1, 1, 0, 0)."""
+    (tmp_path / "x.jsonl").write_text('{"text": "2020-01-01T00:00:00"}\n' * 3)
+    every = list(hub_corpora.documents_of(tmp_path / "x.jsonl", tokenizers.BYTES))
+    assert [bytes(document.ids[:-1].astype(np.uint8) - 3) for document in every] == [b"2020-01-01T00:00:00"] * 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('"a"', "a row is 'a'"),
+        ("7", "a row is 7"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n\n' + line + "\n")
+    with pytest.raises(LocalError, match=f"^line 3 of {path} cannot be read: {message}"):
+        list(hub_corpora.documents_of(path, tokenizers.BYTES))
+
+
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\nhello\n")
     (tmp_path / "b.jsonl").write_text('{"text": "hello"}\n')
@@ -600,7 +659,7 @@ def test_the_file_with_an_invalid_row_is_named(
     corpus = hub_corpora.text_corpus(manifest("c4").data, (str(tmp_path / "*.jsonl"),), tokenizers.BYTES)
     assert [len(list(corpus.documents(unit, 0, lambda: True))) for unit in (0, 2)] == [1, 1]
     for documents in (corpus.documents(1, 0, lambda: True), corpus.everything()):
-        with pytest.raises(LocalError, match=f"^{tmp_path}/1.jsonl cannot be read: JSON parse error"):
+        with pytest.raises(LocalError, match=f"^line 1 of {tmp_path}/1.jsonl cannot be read: Expecting ',' delimiter$"):
             list(documents)
     assert caplog.records == []
 
