@@ -24,8 +24,9 @@ from noloco_p2p.io.data.tokenizers import Tokenizer
 LAYOUTS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """File extension (without that of the compression) → the `datasets` reader for it. Everything else is read as text."""
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
-OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True}, "parquet": {"batch_size": 1_024}}
-"""Options of readers. The default `batch_size` is the number of rows in a file's first row group, which can be 0."""
+OPTIONS: Any = {"text": {"keep_linebreaks": True}, "csv": {"index_col": False}, "parquet": {"batch_size": 1_024}}
+"""Options of readers. Where the lines of a CSV file end with a comma, the first column would be taken for an index. The
+default `batch_size` is the number of rows in a file's first row group, which can be 0."""
 BLOCK_LINES = 1_024
 """Lines per document of compressed text, which can only be read from its start."""
 

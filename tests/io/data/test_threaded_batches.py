@@ -342,6 +342,13 @@ def test_a_line_that_is_no_row_is_named(line: str, message: str, tmp_path: Path)
         list(hub_corpora.documents_of(path, tokenizers.BYTES))
 
 
+def test_lines_of_csv_may_end_with_a_comma(tmp_path: Path) -> None:
+    """Then the first column was taken for the rows' names, and the second one for the text."""
+    (tmp_path / "x.csv").write_text("text,source\nhello,web,\nworld,book,\n")
+    every = hub_corpora.documents_of(tmp_path / "x.csv", tokenizers.BYTES)
+    assert [bytes(document.ids[:-1].astype(np.uint8) - 3) for document in every] == [b"hello", b"world"]
+
+
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\nhello\n")
     (tmp_path / "b.jsonl").write_text('{"text": "hello"}\n')
