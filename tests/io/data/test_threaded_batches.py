@@ -458,6 +458,68 @@ def test_rows_without_a_target_are_looked_at_once(monkeypatch: pytest.MonkeyPatc
         assert resumed == whole[k + 1 : k + 10]
 
 
+class Short(Counting):
+    """One document of a few ids."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(1.0, 1)
+        self.length = length
+
+    def documents(self, unit: int, skip: int, take: corpora.TakeDocument) -> Iterator[corpora.TokenizedDocument]:
+        for _ in range(skip, 1):
+            yield corpora.TokenizedDocument(np.arange(self.length, dtype=np.int32)) if take() else corpora.EMPTY
+
+
+def test_data_shorter_than_a_sample_is_joined_over_several_passes() -> None:
+    stream = samples.SampleStream(Short(7), manifest("text", microbatch_size=1), "peer")
+    whole = [(values(batch), place) for batch, place in itertools.islice(stream.batches(samples.StreamPosition()), 5)]
+    assert [place.pass_number for _, place in whole] == [3, 6, 9, 12, 15]
+    assert np.frombuffer(whole[0][0][0], "<i4").tolist() == [n % 7 for n in range(16)]
+    assert [(values(batch), place) for batch, place in itertools.islice(stream.batches(whole[1][1]), 3)] == whole[2:]
+
+
+def test_data_without_a_sample_is_reported() -> None:
+    """The reading thread would look for one for ever."""
+    stream = samples.SampleStream(Short(0), manifest("text"), "peer")
+    with pytest.raises(LocalError, match=r"^the data does not contain a single sample of 17 tokens$"):
+        next(stream.batches(samples.StreamPosition()))
+
+
+def test_a_padded_row_is_a_sample_if_it_has_a_target() -> None:
+    """The first of a sample's ids is no target, and those after its last one do not count."""
+    for place, is_sample in ((0, False), (1, True), (16, True), (17, False)):
+        mask = np.asarray(np.arange(30) == place, np.uint8)
+        found = samples._cut([corpora.TokenizedDocument(np.arange(30, dtype=np.int32), mask)], 16)
+        assert len(found) == is_sample, place
+
+
+def test_held_out_samples_are_drawn_from_more_than_are_needed() -> None:
+    """Otherwise they would all be of the first rows."""
+
+    class HeldOut(Counting):
+        def held_out(self) -> Iterator[corpora.TokenizedDocument]:
+            return (corpora.TokenizedDocument(np.full(17, row, np.int32)) for row in range(60))
+
+    stream = samples.SampleStream(HeldOut(1.0), manifest("text"), "peer")
+    rows = [int(row) for batch in stream.validation() for row in array(batch.inputs)[:, 0]]
+    assert len(rows) == 6
+    assert max(rows) >= 12
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_one_held_out_microbatch_is_enough(rows: int) -> None:
+    class HeldOut(Counting):
+        def held_out(self) -> Iterator[corpora.TokenizedDocument]:
+            return iter([corpora.TokenizedDocument(np.zeros(16 * rows + 1, np.int32))])
+
+    stream = samples.SampleStream(HeldOut(1.0), manifest("text"), "peer")
+    if rows == 3:
+        assert len(stream.validation()) == 1
+    else:
+        with pytest.raises(ConfigError, match="has 2 samples of 17 tokens, fewer than one microbatch"):
+            stream.validation()
+
+
 def test_replicas_begin_with_different_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "POOL_TOKENS", 400)
     one = manifest("text", microbatch_size=1, sequence_length=39)
