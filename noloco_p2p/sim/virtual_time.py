@@ -46,17 +46,6 @@ class _NumberedTask(asyncio.Task[Any]):
         return self._number
 
 
-class _Selector:
-    """Stands in for asyncio's socket selector: it advances the clock instead of waiting."""
-
-    def __init__(self, loop: "VirtualLoop") -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None) -> list[Any]:
-        self._loop.pass_time(timeout)
-        return []
-
-
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop with virtual time. `limit_s`: the virtual time after which the program is aborted."""
 
@@ -66,7 +55,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._stopped: dict[str, list[asyncio.Handle]] = {}
         """For each suspended process, the handles of its tasks that are ready to run."""
-        self._selector = _Selector(self)
+        self._selector = self
         self._clock_resolution = 1e-9
         self._now_s = 0.0
         self._limit_s = limit_s
@@ -86,8 +75,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Let the tasks of a process continue. Those whose timers expired meanwhile run in the order of expiry."""
         self._ready.extend(self._stopped.pop(process, ()))
 
-    def pass_time(self, timeout: float | None) -> None:
-        """One iteration of the loop: advance the clock by `timeout` seconds, or fail if it is None: no timer is set."""
+    def select(self, timeout: float | None) -> list[Any]:
+        """Called in each iteration of the loop, where others wait for sockets: advance the clock by `timeout` seconds.
+
+        Fails if it is None: no timer is set.
+        """
         if self._stopped:
             self._put_aside()
         if timeout is None:
@@ -100,6 +92,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._turns += 1
         if self._turns > LIVELOCK_TURNS:
             self._give_up(f"spinning: the clock stood still for {LIVELOCK_TURNS:,} iterations of the event loop")
+        return []
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
