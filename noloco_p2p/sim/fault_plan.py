@@ -31,22 +31,23 @@ class Roster:
         self._newcomers = newcomers
         self._numbers = [*map(itertools.count, replicas)]
         """For each stage, the numbers of the next nodes that arrive."""
-        self._stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
+        self.stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
+        """The nodes of each stage that are not gone for good."""
 
     def peers(self) -> list[PeerId]:
-        """The nodes that are not gone for good."""
-        return [peer for stage in self._stages for peer in stage]
+        """All of these nodes."""
+        return [peer for stage in self.stages for peer in stage]
 
     def arrive(self, rng: random.Random) -> PeerId:
         """Add a node to a uniformly drawn stage. Returns its id."""
-        stage = rng.randrange(len(self._stages))
+        stage = rng.randrange(len(self.stages))
         ids = (peer_id(stage, number) for number in self._numbers[stage])
-        self._stages[stage].append(peer := next(one for one in ids if one not in self._newcomers))
+        self.stages[stage].append(peer := next(one for one in ids if one not in self._newcomers))
         return peer
 
     def lose(self, peer: PeerId) -> bool:
         """Remove a node for good. Returns False if it stays because it is the last of its stage."""
-        stage = next(stage for stage in self._stages if peer in stage)
+        stage = next(stage for stage in self.stages if peer in stage)
         if len(stage) > 1:
             stage.remove(peer)
             return True
@@ -73,15 +74,14 @@ def slowness(scenario: Scenario, seed: int, newcomers: Sequence[PeerId]) -> dict
 
 
 def _listed(scenario: Scenario, fault: FaultSettings, seed: int) -> list[Fault]:
-    stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(scenario.replicas)]
-    everybody = [peer for stage in stages for peer in stage]
-    peers = list(fault.peers)
+    roster = Roster(scenario.replicas)
+    everybody, peers = roster.peers(), list(fault.peers)
     if fault.region is not None:
         names = scenario.network.regions.names
-        peers = [peer for stage in stages for i, peer in enumerate(stage) if names[i % len(names)] == fault.region]
+        peers = [one for stage in roster.stages for i, one in enumerate(stage) if names[i % len(names)] == fault.region]
     elif fault.share is not None:
         rng = generator(seed, "share", fault.kind, str(fault.at_s))
-        peers = [peer for stage in stages for peer in rng.sample(stage, round(fault.share * len(stage)))]
+        peers = [peer for stage in roster.stages for peer in rng.sample(stage, round(fault.share * len(stage)))]
         peers = sorted(peers) or [rng.choice(everybody)]
     unknown = [] if fault.kind == "arrive" else [peer for peer in peers if peer not in everybody]
     if unknown:
