@@ -52,11 +52,6 @@ class Disk:
                 return None if entry.torn else entry.checkpoint
         return None
 
-    def tear(self) -> None:
-        """Make the newest checkpoint torn. Does nothing to an empty disk."""
-        if self._entries:
-            self._entries[-1].torn = True
-
     def wipe(self) -> None:
         """Delete everything."""
         self._entries.clear()

@@ -12,7 +12,6 @@ from noloco_p2p.ports import Stage, World
 from noloco_p2p.sim.checkpoints import SimCheckpoints
 from noloco_p2p.sim.device import SimDevice
 from noloco_p2p.sim.directory import SimDirectory
-from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace, TraceEvent
 from noloco_p2p.sim.transport import SimTransport
 
@@ -93,13 +92,6 @@ class SimProcess:
     def model(self) -> Stage | None:
         """The newest stage; None if it never had weights."""
         return self.stages[-1][0] if self.stages else None
-
-    @property
-    def linear_stage(self) -> LinearStage:
-        """The newest synchronous stage. Raises TypeError unless the default factory made it."""
-        if not isinstance(self.model, LinearStage):
-            raise TypeError(f"{self.peer} has a {type(self.model).__name__}")
-        return self.model
 
     @property
     def told_to_leave(self) -> bool:

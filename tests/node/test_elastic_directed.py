@@ -11,6 +11,7 @@ from elastic import COSTS, plan_of
 from lawful import check, training
 from mixed import drawn as drawn_mixed
 from sim_transport_fixture import lose_next_reply
+from simulated_parts import linear_stage, tear
 from slow_line import SlowLine
 from soak import soak
 
@@ -32,7 +33,7 @@ from noloco_p2p.sim.world import SimPlan, peer_id
 
 def weights(process: SimProcess) -> tuple[object, ...]:
     """Everything that a replica has learned."""
-    stage = process.linear_stage
+    stage = linear_stage(process)
     return stage.inner_steps, *stage.theta, *stage.kept["slow"], *stage.kept["momentum"]
 
 
@@ -236,7 +237,7 @@ def test_a_node_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_a
     trace = check(FaultySwarm(plan)).trace
     killed_s = max(trace.of("checkpoint", f"s{stage}r0")[2].at_s for stage in range(3)) + 0.1
     swarm = killed(plan, killed_s, ["s0r0", "s1r0", "s2r0"])
-    swarm.at(killed_s + 0.1, lambda: swarm.disks["s1r0"].tear())
+    swarm.at(killed_s + 0.1, lambda: tear(swarm.disks["s1r0"]))
     listed: list[list[int]] = []
     for i in range(1, 30):
         at_s = killed_s + 1.0 + 0.1 * i
@@ -256,10 +257,10 @@ def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_l
     swarm.at(third + 0.01, lambda: lose_next_reply(swarm.network, "s0r0", "s1r0"))
     outcome = check(swarm)
     assert [(one.peer, one.source, one.round) for one in swarm.resumptions] == [("s1r0", "shard", 1)]
-    before, after = (process.linear_stage for process in outcome.processes if process.peer == "s1r0")
+    before, after = (linear_stage(process) for process in outcome.processes if process.peer == "s1r0")
     assert len(after.dropped) == 1
     assert after.dropped[0] in {one.microbatch for one in before.counted}
-    assert after.dropped[0] in {one.microbatch for one in outcome.nodes["s0r0"].linear_stage.counted}
+    assert after.dropped[0] in {one.microbatch for one in linear_stage(outcome.nodes["s0r0"]).counted}
 
 
 @pytest.mark.parametrize("for_s", [1.0, *soak([8.0])])
@@ -311,7 +312,7 @@ def test_a_node_reads_on_in_the_data_where_its_newest_checkpoint_was_whatever_we
     down_s = 1.0 if source == "guardian" else 6.0
     swarm = FaultySwarm(plan, (Fault(killed_s, "bounce", ("s0r0",), down_s),))
     for _ in range(torn):
-        swarm.at(killed_s + 0.1, lambda: swarm.disks["s0r0"].tear())
+        swarm.at(killed_s + 0.1, lambda: tear(swarm.disks["s0r0"]))
     check(swarm)
     assert [(one.peer, one.source) for one in swarm.resumptions] == [("s0r0", source)]
     assert opened[stage_0:] == [("s0r0", {"position": position})]
@@ -322,7 +323,7 @@ def test_a_node_reads_on_in_the_data_where_its_newest_checkpoint_was_whatever_we
 
 def spread(swarm: FaultySwarm) -> float:
     """Standard deviation of stage 1's first weight over its four replicas."""
-    return pstdev(swarm.process(f"s1r{i}").linear_stage.theta[0] for i in range(4))
+    return pstdev(linear_stage(swarm.process(f"s1r{i}")).theta[0] for i in range(4))
 
 
 def test_two_halves_of_a_split_swarm_merge_again_when_the_link_heals() -> None:
@@ -570,7 +571,7 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     assert guarded[-1].get("round") == left.rounds[-1][0] + 1
     (loaded,) = recording_stages(again)[0].loaded
     assert (loaded.kind, loaded.origin) == ("adopt", "s1r0")
-    assert loaded.theta == pytest.approx(left.linear_stage.theta, rel=1e-12)
+    assert loaded.theta == pytest.approx(linear_stage(left).theta, rel=1e-12)
     results = [process.microbatches for process in outcome.of_stage(0)]
     assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
 

@@ -7,6 +7,7 @@ from functools import cache, partial
 
 import pytest
 from short_runs import manifest_for
+from simulated_parts import linear_stage
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core import gradient_pairs, members
@@ -170,8 +171,8 @@ def test_both_are_ordinary_microbatches_that_count() -> None:
     origins = [outcome.nodes[peer] for peer in ("s0r0", "s0r1")]
     for origin in origins:
         assert origin.microbatches == {"done": PER_STEP * origin.inner_steps}
-    begun = Counter(one.microbatch for origin in origins for one in origin.linear_stage.counted)
-    served = Counter(one.microbatch for node in outcome.of_stage(1) for one in node.linear_stage.counted)
+    begun = Counter(one.microbatch for origin in origins for one in linear_stage(origin).counted)
+    served = Counter(one.microbatch for node in outcome.of_stage(1) for one in linear_stage(node).counted)
     assert set(begun.values()) == {1}
     assert begun == served
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from elastic import plan_of
 from lawful import check, training
+from simulated_parts import linear_stage
 from soak import soak
 from test_open_round import hold_up
 
@@ -32,7 +33,7 @@ def plan(rule: str, replicas: tuple[int, ...] = (3, 3), **changes: Any) -> SimPl
 
 def common(process: SimProcess) -> tuple[float, ...]:
     """What replicas of a stage have in common."""
-    stage = process.linear_stage
+    stage = linear_stage(process)
     kinds = stage.kept | {"fast": stage.theta}
     return tuple(value for kind in stage._rule.common for value in kinds[kind])
 
@@ -133,7 +134,7 @@ def test_a_planted_difference_is_healed(rule: str, stage: int) -> None:
     who = f"s{stage}r1"
 
     def plant() -> None:
-        linear = swarm.process(who).linear_stage
+        linear = linear_stage(swarm.process(who))
         linear.theta[0] += 0.5
         linear.base[0] += 0.5
         for values in linear.kept.values():
@@ -153,7 +154,7 @@ def test_a_difference_that_the_last_round_shows_is_healed(who: str) -> None:
     swarm, before = FaultySwarm(last), FaultySwarm(last).run().trace.of("outer_round", who)[-2].at_s
 
     def plant() -> None:
-        linear = swarm.process(who).linear_stage
+        linear = linear_stage(swarm.process(who))
         for values in (linear.theta, linear.base, *linear.kept.values()):
             values[0] += 0.5
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from barriers import barrier
 from liars import LiarSwarm
+from simulated_parts import linear_stage
 from soak import soak
 
 from noloco_p2p.config import (
@@ -192,7 +193,7 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
         swarm.at(back_s, lambda: swarm.network.unblock(barrier("hang", victim)))
     middles = [f"s1r{i}" for i in range(replicas[1])] if last == 2 else []
     if fault == "crash":
-        swarm.at(back_s - 1, lambda: graphs.extend(len(swarm.process(m).linear_stage.open_graphs) for m in middles))
+        swarm.at(back_s - 1, lambda: graphs.extend(len(linear_stage(swarm.process(m)).open_graphs) for m in middles))
     outcome = swarm.run(limit_s=300)
     check_ended(outcome)
     assert graphs == [0] * len(graphs), "middle stages free the graphs of microbatches that wait at stage 0"

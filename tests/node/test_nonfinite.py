@@ -8,6 +8,7 @@ from math import inf, isfinite, nan
 
 import pytest
 from short_runs import manifest_for
+from simulated_parts import linear_stage
 from soak import soak
 
 from noloco_p2p.config import (
@@ -154,7 +155,7 @@ def check_the_others_finished(outcome: Outcome, *broken: PeerId) -> None:
     for peer, node in outcome.nodes.items():
         if peer not in broken:
             assert (node.state, node.step) == ("left", STEPS), peer
-            assert all(map(isfinite, node.linear_stage.theta)), peer
+            assert all(map(isfinite, linear_stage(node).theta)), peer
 
 
 @pytest.mark.parametrize("peer", ["s0r0", "s1r0", "s2r1"])
@@ -163,10 +164,10 @@ def test_one_is_skipped_and_counted_and_the_step_goes_on(peer: PeerId) -> None:
     assert stopped(outcome) == {}
     check_the_others_finished(outcome)
     assert outcome.nodes[peer].microbatches["nonfinite"] == 1
-    (skipped,) = [one for one in outcome.nodes[peer].linear_stage.counted if one.tokens == 0]
+    (skipped,) = [one for one in linear_stage(outcome.nodes[peer]).counted if one.tokens == 0]
     assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(0)) == 1, "its origin learns of it"
     for stage in range(3):
-        by_stage = [one for node in outcome.of_stage(stage) for one in node.linear_stage.counted]
+        by_stage = [one for node in outcome.of_stage(stage) for one in linear_stage(node).counted]
         without = [one for one in by_stage if one.microbatch == skipped.microbatch]
         assert [one.tokens > 0 for one in without] == [stage > int(peer[1])], "the stages before it add nothing either"
         assert min(one.tokens for one in by_stage if one.microbatch != skipped.microbatch) > 0
@@ -237,7 +238,7 @@ def test_a_node_alone_stops_with_the_reason() -> None:
     outcome = run((1,), {"s0r0": always})
     assert list(stopped(outcome)) == ["s0r0"]
     assert outcome.nodes["s0r0"].inner_steps == LONGEST_STREAK // 4
-    assert outcome.nodes["s0r0"].linear_stage.version == LONGEST_STREAK // 4
+    assert linear_stage(outcome.nodes["s0r0"]).version == LONGEST_STREAK // 4
 
 
 def for_a_while(turn: int) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from elastic import plan_of
 from lawful import check
+from simulated_parts import linear_stage
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -199,7 +200,7 @@ def test_the_vectors_of_all_are_waited_for_at_the_next_round_and_merged_once(
     for process in outcome.processes:
         own = rounds(outcome, process.peer)
         assert [(e.number("round"), e.get("result")) for e in own] == [(n, "all") for n in (1, 2, 3, 4)]
-    assert len({tuple(process.linear_stage.theta) for process in outcome.processes}) == 2, "one of each stage"
+    assert len({tuple(linear_stage(process).theta) for process in outcome.processes}) == 2, "one of each stage"
 
 
 def test_the_end_of_the_run_completes_what_is_open() -> None:

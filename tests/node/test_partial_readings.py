@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from short_runs import LIMITS, manifest_for
+from simulated_parts import linear_stage
 
 from noloco_p2p.config import NodeConfig
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
@@ -30,7 +31,7 @@ class PartialRegistry(Registry):
 
 def steps_of(outcome: Outcome, stage: int) -> Counter[tuple[MicrobatchId, int]]:
     """The inner step in which a stage counted each microbatch."""
-    return Counter((one.microbatch, one.inner_step) for n in outcome.of_stage(stage) for one in n.linear_stage.counted)
+    return Counter((one.microbatch, one.inner_step) for n in outcome.of_stage(stage) for one in linear_stage(n).counted)
 
 
 def run_with(hidden: Sequence[tuple[PeerId, PeerId]]) -> Outcome:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from noted import noted
 from short_runs import LIMITS, manifest_for
+from simulated_parts import linear_stage
 from soak import soak
 
 from noloco_p2p.config import (
@@ -28,7 +29,7 @@ SWARMS_A_TEST = 10
 
 
 def counted(outcome: Outcome, stage: int) -> Counter[MicrobatchId]:
-    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.linear_stage.counted)
+    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in linear_stage(node).counted)
 
 
 def drawn(seed: int) -> SimPlan:
@@ -62,7 +63,7 @@ def check_ended(plan: SimPlan, outcome: Outcome) -> None:
         assert (one.state, one.step, one.error) == ("left", float(plan.manifest.steps), None), one.peer
         numbers = [number for number, _ in one.rounds]
         assert numbers == sorted(set(numbers)), f"{one.peer} did a round twice: {numbers}"
-        ids = [entry.microbatch for entry in one.linear_stage.counted]
+        ids = [entry.microbatch for entry in linear_stage(one).counted]
         assert len(ids) == len(set(ids)), f"{one.peer} counted an id twice"
     for node in outcome.of_stage(0):
         begun = plan.manifest.microbatches_per_step * node.inner_steps

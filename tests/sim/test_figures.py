@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulated_parts import linear_stage
 
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.lab import sim_output
@@ -131,11 +132,11 @@ def simulated() -> tuple[RunFigures, Outcome]:
 
 def test_a_run_has_the_figures_that_its_stages_counted() -> None:
     found, outcome = simulated()
-    counted = [sum(len(one.linear_stage.counted) for one in outcome.of_stage(stage)) for stage in (0, 1)]
+    counted = [sum(len(linear_stage(one).counted) for one in outcome.of_stage(stage)) for stage in (0, 1)]
     assert [one.microbatches for one in found.stages] == counted
     assert found.tokens == 2 * TOKENS * counted[0]
     assert counted[0] >= 2 * 11 * 4
-    steps = [sum(one.linear_stage.inner_steps for one in outcome.of_stage(stage)) for stage in (0, 1)]
+    steps = [sum(linear_stage(one).inner_steps for one in outcome.of_stage(stage)) for stage in (0, 1)]
     assert [one.inner_steps for one in found.stages] == steps
     assert sum(found.rounds.values()) == 5 * 3
     # A microbatch costs 0.03 s at stage 0 and 0.05 s at stage 1, a step 0.005 s; work after the last step is not seen.

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from barriers import barrier
+from simulated_parts import linear_stage, tear
 from soak import soak
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -61,7 +62,7 @@ def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SimPlan:
 
 def _counted(outcome: Outcome, stage: int) -> Counter[MicrobatchId]:
     """How often each microbatch id was counted at a stage."""
-    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.linear_stage.counted)
+    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in linear_stage(node).counted)
 
 
 @pytest.mark.parametrize("routing", ["random", "weighted", "balanced", "fixed"])
@@ -75,8 +76,8 @@ def test_a_swarm_trains_to_the_end_and_counts_every_microbatch_once_per_stage(ro
     assert _counted(outcome, 1) == _counted(outcome, 2) == first
     for node in outcome.processes:
         assert (node.state, node.step, node.error, node.crashed) == ("left", STEPS, None, False)
-        assert len(node.linear_stage.open_graphs) == 0
-        assert node.microbatches["done"] == len(node.linear_stage.counted)
+        assert len(linear_stage(node).open_graphs) == 0
+        assert node.microbatches["done"] == len(linear_stage(node).counted)
         numbers = [number for number, _ in node.rounds]
         assert numbers == sorted(set(numbers))
         assert numbers[-1] == 3
@@ -114,7 +115,7 @@ def test_a_crashed_node_falls_silent_and_the_others_continue(at_s: float) -> Non
 
     def crash() -> None:
         swarm.crash("s1r1")
-        stage = swarm.process("s1r1").linear_stage
+        stage = linear_stage(swarm.process("s1r1"))
         at_crash.append((stage.inner_steps, len(stage.counted)))
 
     swarm.at(at_s, crash)
@@ -123,7 +124,7 @@ def test_a_crashed_node_falls_silent_and_the_others_continue(at_s: float) -> Non
     assert crashed.crashed
     assert crashed.ended_at_s == pytest.approx(at_s)
     assert crashed.trace.of("state")[-1].get("state") == "training"
-    assert [(crashed.linear_stage.inner_steps, len(crashed.linear_stage.counted))] == at_crash
+    assert [(linear_stage(crashed).inner_steps, len(linear_stage(crashed).counted))] == at_crash
     assert [node.step for node in outcome.processes if not node.crashed] == [24] * 4
     assert set(_counted(outcome, 0).values()) == {1}
     assert set(_counted(outcome, 0)) <= set(_counted(outcome, 1))
@@ -139,7 +140,7 @@ def test_a_crashed_node_restarts_as_a_new_process_with_the_same_id() -> None:
     before, after = (process for process in outcome.processes if process.peer == "s0r1")
     assert (before.crashed, after.crashed) == (True, False)
     assert after.step == 40
-    ids = [{one.microbatch.incarnation for one in process.linear_stage.counted} for process in (before, after)]
+    ids = [{one.microbatch.incarnation for one in linear_stage(process).counted} for process in (before, after)]
     assert len(ids[0]) == len(ids[1]) == 1
     assert not ids[0] & ids[1]
 
@@ -261,7 +262,7 @@ def test_after_all_nodes_are_killed_the_run_continues_from_their_disks(torn: boo
             before[peer] = [held.round for held in swarm.disks[peer].held()]
             swarm.bounce(peer, 1.0)
             if torn:
-                swarm.disks[peer].tear()
+                tear(swarm.disks[peer])
 
     swarm.at(4.0, kill_all)
     outcome = swarm.run(limit_s=600.0)

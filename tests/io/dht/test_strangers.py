@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from simulated_parts import linear_stage
 
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Activation, Header, MicrobatchId, Origin, TensorSpec
@@ -79,7 +80,7 @@ def test_a_microbatch_that_is_not_for_this_node_is_refused_and_leaves_no_trace(c
     assert tasks[0].exception() is None
     last = outcome.nodes["s1r0"]
     assert last.step == MANIFEST.steps
-    assert not any(one.microbatch.peer == "stranger" for one in last.linear_stage.counted)
+    assert not any(one.microbatch.peer == "stranger" for one in linear_stage(last).counted)
 
 
 def test_stage_0_accepts_no_activations() -> None:

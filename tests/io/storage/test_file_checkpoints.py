@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from simulated_parts import tear
 
 from noloco_p2p.config import OuterSettings, RunManifest
 from noloco_p2p.core.messages import (
@@ -543,9 +544,9 @@ def test_a_crash_during_a_simulated_save_leaves_nothing_or_a_torn_one(torn: bool
 def test_a_simulated_disk_can_be_torn_and_lost() -> None:
     disk, older = Disk(), _checkpoint(5)
     store = SimCheckpoints(disk, 3)
-    disk.tear()
+    tear(disk)
     _save(store, older, _checkpoint(10))
-    disk.tear()
+    tear(disk)
     assert _newest(store) == older
     disk.wipe()
     assert _held(store) == []
