@@ -8,7 +8,7 @@ and are determined by the seed.
 
 import json
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -40,17 +40,19 @@ Drawn = tuple[str, str, str]
 """Input, answer, and the characters that answers consist of."""
 
 
-def _addition(rng: Random) -> Drawn:
+def addition(rng: Random) -> Drawn:
+    """A number of up to three digits plus one of a single digit."""
     left, right = rng.randrange(1000), rng.randrange(10)
     return f"{left}+{right}", str(left + right), string.digits
 
 
-def _sorting(rng: Random) -> Drawn:
+def sorting(rng: Random) -> Drawn:
+    """Letters; the answer has them in order."""
     letters = rng.choices(LETTERS, k=rng.randint(3, 6))
     return "".join(letters), "".join(sorted(letters)), LETTERS
 
 
-def _brackets(rng: Random) -> Drawn:
+def brackets(rng: Random) -> Drawn:
     """Brackets opened and partly closed; the answer closes the rest."""
     opened, text = "", ""
     while len(text) < 8 or len(opened) < 2:
@@ -62,12 +64,13 @@ def _brackets(rng: Random) -> Drawn:
     return text, "".join(PAIRS[one] for one in reversed(opened)), "".join(PAIRS.values())
 
 
-def _copying(rng: Random) -> Drawn:
+def copying(rng: Random) -> Drawn:
+    """Letters; the answer repeats them."""
     letters = "".join(rng.choices(LETTERS, k=rng.randint(3, 6)))
     return letters, letters, LETTERS
 
 
-def _recall(rng: Random) -> Drawn:
+def recall(rng: Random) -> Drawn:
     """Ask for the value of one of three keys. The choices are the three stored values and one that was not stored."""
     keys, values = rng.sample(LETTERS, 3), "".join(rng.sample(string.digits, 4))
     stored = " ".join(f"{key}={value}" for key, value in zip(keys, values, strict=False))
@@ -75,13 +78,7 @@ def _recall(rng: Random) -> Drawn:
     return f"{stored} {keys[asked]}", values[asked], values
 
 
-TASKS: Mapping[str, Callable[[Random], Drawn]] = {
-    "addition": _addition,
-    "sorting": _sorting,
-    "brackets": _brackets,
-    "copying": _copying,
-    "recall": _recall,
-}
+TASKS = {task.__name__: task for task in (addition, sorting, brackets, copying, recall)}
 
 
 def items(task: str, seed: int, count: int) -> list[TaskItem]:

@@ -1,6 +1,6 @@
 """`noloco sim`: simulated swarms. One run with its figures, a range of seeds, or the same run twice for comparison.
 
-Worker processes import this module, so it does not load torch, and it loads the table library only when it prints.
+Worker processes import this module, so it does not load torch.
 """
 
 import dataclasses
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from traceback import format_tb
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
 
 from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.lab import scenario_files, sim_output
@@ -31,9 +33,6 @@ from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.simulation import build
 from noloco_p2p.sim.telemetry import hash_of
 from noloco_p2p.sim.throughput_bound import throughput_bound
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 OK, FAILED = 0, 1
 
@@ -215,7 +214,7 @@ def as_json(run: SimRun) -> dict[str, Any]:
     return {**head, **found, "broken": run.broken, "replay": request.replay, "machine": machine}
 
 
-def _described(run: SimRun) -> "list[RenderableType]":
+def _described(run: SimRun) -> list[RenderableType]:
     """A run as text."""
     head, found = f"{_headline(run.request.scenario)}, seed {run.request.seed}", run.figures
     if found is None:
@@ -291,7 +290,7 @@ def _exit_code(run: SimRun, *, whole: bool = True) -> int:
     return FAILED
 
 
-def _print(parts: "Iterable[RenderableType]") -> None:
+def _print(parts: Iterable[RenderableType]) -> None:
     console = terminal.console()
     for part in parts:
         console.print(part, markup=False)

@@ -5,7 +5,9 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
 
 from noloco_p2p import humanize
 from noloco_p2p.io.durable_files import write_whole, writing
@@ -17,12 +19,7 @@ from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.terminal import plain_table
 from noloco_p2p.sim.figures import RunFigures, StageFigures, TrafficFigures
 from noloco_p2p.sim.process import Outcome
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
-    from noloco_p2p.sim.world import SimSwarm
+from noloco_p2p.sim.world import SimSwarm
 
 TRACE_MARK = b" membership counts="
 """Occurs near the start of every trace."""
@@ -57,12 +54,12 @@ class SwarmPosition:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def of_run(found: RunFigures) -> "list[RenderableType]":
+def of_run(found: RunFigures) -> list[RenderableType]:
     """The summary, stages and bytes of one run."""
     return [_summary(found), "", _stages(found.stages), "", _byte_table(found.traffic)]
 
 
-def of_seeds(runs: Sequence[Mapping[str, float]]) -> "list[RenderableType]":
+def of_seeds(runs: Sequence[Mapping[str, float]]) -> list[RenderableType]:
     """Several runs that differ in their seed, as from `figures.flat`: mean, standard deviation and extremes."""
     columns = ("mean", "std", "least", "most")
     rows = [(name, *(humanize.compact(one[key], 4) for key in columns)) for name, one in spreads(runs).items()]
@@ -80,7 +77,7 @@ def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _summary(found: RunFigures) -> "Table":
+def _summary(found: RunFigures) -> Table:
     micro, rounds = found.microbatches, found.round_s
     lines = {
         "virtual time": f"{humanize.duration(found.virtual_s)}, of which training {humanize.duration(found.train_s)}",
@@ -114,7 +111,7 @@ def causes(stages: Sequence[StageFigures]) -> list[str]:
     return sorted({cause for one in stages for cause in one.idle}, key=lambda cause: (cause == "other", cause))
 
 
-def _stages(stages: Sequence[StageFigures]) -> "Table":
+def _stages(stages: Sequence[StageFigures]) -> Table:
     """Shares of the time that a stage's nodes spent training. `bound`: the `in use` that links and devices allow."""
     waits = causes(stages)
     columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use", "bound"]
@@ -127,7 +124,7 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
     return plain_table(columns, (), rows)
 
 
-def _byte_table(traffic: TrafficFigures) -> "Table":
+def _byte_table(traffic: TrafficFigures) -> Table:
     columns = (traffic.sent_per_node, traffic.received_per_node, traffic.lost)
     rows = [(kind, *(humanize.size_text(column[kind]) for column in columns)) for kind in traffic.sent_per_node]
     return plain_table(("bytes per node", "sent", "received", "lost in total"), ("bytes per node",), rows)

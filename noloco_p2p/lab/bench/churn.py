@@ -86,26 +86,23 @@ def shape_of(text: str) -> tuple[int, int]:
 
 def run(plan: ChurnPlan, line: ProgressLine) -> dict[str, Any]:
     """Measure, and return the figures. Raises LocalError if nodes do not even start."""
-    with tempfile.TemporaryDirectory(prefix="noloco-churn-") as scratch:
-        return _measured(plan, Path(scratch), line)
-
-
-def _measured(plan: ChurnPlan, scratch: Path, line: ProgressLine) -> dict[str, Any]:
-    cold, steps = {}, plan.steps
-    if plan.cold or steps is None:
-        # The targets are for both shapes on one machine, so both are measured if the plan has one of them.
-        for name in COLD_TARGETS_S if plan.cold and plan.nodes in COLD_TARGETS_S else [plan.nodes]:
-            line.tell(f"{name}: all nodes are killed at once and started again", 0.0)
-            cold[name] = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
-        steps = steps or max(1, int(cold[plan.nodes]["steps_per_s"] * 60 * plan.minutes))
-    runs: list[dict[str, Any]] = []
-    for seed in range(plan.seed, plan.seed + plan.seeds):
-        churned, calm = (
-            one_run(scratch / f"{half}-{seed}", plan, steps, seed, line, disturbed=half == "churned") for half in HALVES
-        )
-        ratio = loss_ratio(churned, calm)
-        del churned["curve"], calm["curve"]
-        runs.append({"seed": seed, "churned": churned, "undisturbed": calm, "loss_ratio": ratio})
+    cold, steps, runs = {}, plan.steps, list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory(prefix="noloco-churn-") as home:
+        scratch = Path(home)
+        if plan.cold or steps is None:
+            # The targets are for both shapes on one machine, so both are measured if the plan has one of them.
+            for name in COLD_TARGETS_S if plan.cold and plan.nodes in COLD_TARGETS_S else [plan.nodes]:
+                line.tell(f"{name}: all nodes are killed at once and started again", 0.0)
+                cold[name] = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
+            steps = steps or max(1, int(cold[plan.nodes]["steps_per_s"] * 60 * plan.minutes))
+        for seed in range(plan.seed, plan.seed + plan.seeds):
+            churned, calm = (
+                one_run(scratch / f"{half}-{seed}", plan, steps, seed, line, disturbed=half == "churned")
+                for half in HALVES
+            )
+            ratio = loss_ratio(churned, calm)
+            del churned["curve"], calm["curve"]
+            runs.append({"seed": seed, "churned": churned, "undisturbed": calm, "loss_ratio": ratio})
     return figures(plan, steps, runs, cold if plan.cold else {})
 
 

@@ -21,13 +21,11 @@ RECENT = 3
 RESTART_S = 2.0
 """A crashed node is restarted after this time."""
 
-Say = Callable[[str], None]
-
 
 class ChurnWatch:
     """Notices nodes that hang or crash, and the end of the run."""
 
-    def __init__(self, fleet: Fleet, steps: int, say: Say) -> None:
+    def __init__(self, fleet: Fleet, steps: int, say: Callable[[str], None]) -> None:
         self.hangs: list[str] = []
         self.crashes: list[str] = []
         self.too_late: list[str] = []

@@ -9,7 +9,7 @@ import os
 import ssl
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -173,12 +173,9 @@ class Stranger:
             yield f"unix:{home}/grpc"
 
 
-KINDS: dict[str, Callable[[Stranger], Coroutine[Any, Any, None]]] = {
-    "silent": Stranger.silent,
-    "handshakes": Stranger.handshakes,
-    "connections": Stranger.connections,
-    "streams": Stranger.streams,
-    "bodies": Stranger.bodies,
+KINDS = {
+    kind.__name__: kind
+    for kind in (Stranger.silent, Stranger.handshakes, Stranger.connections, Stranger.streams, Stranger.bodies)
 }
 
 

@@ -25,19 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from noloco_p2p.config import DirectorySettings, NodeConfig
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.lab.experiments.allreduce import Times, Wire, dice
 from noloco_p2p.lab.experiments.bounds import members, partners
 from noloco_p2p.lab.experiments.results import Columns, group, mean_std, table, total_shares
 from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table
-from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
+from noloco_p2p.lab.experiments.training import FOREVER_S, timing_swarm
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.world import SimPlan, SimSwarm
+from noloco_p2p.sim.world import SimSwarm
 
 STEP_S = 1.0
 """Mean time of an inner step of an average node."""
@@ -93,23 +92,13 @@ def slowness(settings: Mapping[str, Any]) -> dict[PeerId, float]:
 def swarm(settings: Mapping[str, Any]) -> SimSwarm:
     """A swarm of one stage in which only inner steps take time."""
     m, seed, patient = settings["inner_steps"], settings["seed"], settings["policy"] == "patient"
-    steps, replicas = Wire(STEP_S, settings["step_std"]), (settings["nodes"],)
+    steps = Wire(STEP_S, settings["step_std"])
     waits = {"partner_wait_s": FOREVER_S if patient else None, "deadline_s": FOREVER_S}
     # Under `balanced` the clock does not follow the median: all nodes do m steps per round.
     routing, outer = "balanced" if patient else "random", {"inner_steps": m, **waits}
-    # A node that has finished stays until all others have pulled from it.
-    # Constructed, not validated, because settings do not allow adverts to live so long.
-    config = {"checkpoint": {"every_steps": None}, "directory": DirectorySettings.model_construct(ttl_s=FOREVER_S)}
-    plan = SimPlan(
-        timing_manifest(replicas, seed, steps=ROUNDS * m, routing=routing, outer=outer),
-        replicas,
-        seed=seed,
-        config=NodeConfig.model_validate(config | {"limits": {"linger_s": FOREVER_S}}),
-        link=Link(0.0),
-        costs=Costs(0.0, 0.0, steps.median_s, 0.0, spread=steps.sigma),
-        slowness=slowness(settings),
-    )
-    return SimSwarm(plan)
+    run = {"steps": ROUNDS * m, "routing": routing, "outer": outer}
+    costs = Costs(0.0, 0.0, steps.median_s, 0.0, spread=steps.sigma)
+    return timing_swarm((settings["nodes"],), seed, run, link=Link(0.0), costs=costs, slowness=slowness(settings))
 
 
 def steps_s(settings: Mapping[str, Any], factors: Times, rng: np.random.Generator) -> Times:

@@ -32,18 +32,16 @@ from typing import Any
 
 import numpy as np
 
-from noloco_p2p.config import DirectorySettings, NodeConfig
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
 from noloco_p2p.lab.experiments.results import Columns, plus_minus, select, table, value_range
 from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Result, Results, Table, published
-from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
+from noloco_p2p.lab.experiments.training import FOREVER_S, timing_swarm
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LATENCY_MS, VECTOR_MB, MBIT_PER_S = 10.0, 12.5, 100.0
 """Mean one-way latency of a link; size of a vector; access each way if bandwidth-bound: 100 latencies per vector."""
@@ -106,21 +104,18 @@ def wire_of(settings: Mapping[str, Any]) -> Wire:
 
 def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
     """A swarm of one stage whose computing takes no time, over one outer round, which all replicas start together."""
-    wire, bound, replicas = wire_of(settings), settings["regime"] == "bandwidth", (settings["nodes"],)
+    wire, bound = wire_of(settings), settings["regime"] == "bandwidth"
     outer = {"inner_steps": 1, "pairing": settings["pairing"], "partner_wait_s": FOREVER_S, "deadline_s": FOREVER_S}
-    # Constructed, not validated, because settings do not allow adverts to live so long.
-    directory = DirectorySettings.model_construct(ttl_s=FOREVER_S, refresh_s=FOREVER_S)
-    plan = SimPlan(
-        timing_manifest(replicas, seed, steps=1, outer=outer),
-        replicas,
-        seed=seed,
-        config=NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "directory": directory}),
+    swarm = timing_swarm(
+        (settings["nodes"],),
+        seed,
+        {"steps": 1, "outer": outer},
         geography=Geography(Link(wire.median_s, wire.sigma), Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()),
         # In the latency-bound regime a snapshot has no size.
         sizes=MessageSizes(0, 0, (VECTOR_BYTES if bound else 0,), (0,), (0,)),
         costs=Costs(0.0, 0.0, 0.0, 0.0),
     )
-    return SimSwarm(plan).run(limit_s=FOREVER_S)
+    return swarm.run(limit_s=FOREVER_S)
 
 
 def figures_of(worlds: Sequence[Outcome]) -> Figures:

@@ -31,11 +31,10 @@ from typing import Any
 
 from noloco_p2p.lab.experiments.results import Columns, above, mean_curve, mean_std, over, select, table, value_range
 from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Result, Results, Table, published
-from noloco_p2p.lab.experiments.training import CONFIG, FOREVER_S, TrainingPlan, small_manifest, timing_manifest
+from noloco_p2p.lab.experiments.training import CONFIG, FOREVER_S, TrainingPlan, small_manifest, timing_swarm
 from noloco_p2p.observe.plotting.plots import Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
 from noloco_p2p.sim.device import Costs
-from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 POLICIES = ("fixed", "random", "weighted", "balanced")
 REPLICAS = 8
@@ -98,10 +97,9 @@ def serve(settings: Mapping[str, Any]) -> Figures:
     (fewest and most of any replica). For the swarm: `microbatches_per_s`, `idle` (share of the node-seconds by cause).
     """
     (spread, factor), both, seed = DEVICES[settings["devices"]], (REPLICAS, REPLICAS), settings["seed"]
-    options = {"routing": settings["policy"], "steps": settings["steps"], "outer": {"inner_steps": 10}}
-    manifest = timing_manifest(both, seed, microbatches_per_step=2, **options)
-    plan = SimPlan(manifest, both, seed, CONFIG, costs=Costs(spread=spread), slowness={"s1r0": factor})
-    outcome = SimSwarm(plan).run(FOREVER_S)
+    run = {"routing": settings["policy"], "steps": settings["steps"], "microbatches_per_step": 2}
+    world = {"config": CONFIG, "costs": Costs(spread=spread), "slowness": {"s1r0": factor}}
+    outcome = timing_swarm(both, seed, run | {"outer": {"inner_steps": 10}}, **world).run(FOREVER_S)
     servers, trace = outcome.of_stage(1), outcome.trace
     load = {node.peer: node.microbatches["done"] for node in servers}
     done = sum(load.values())

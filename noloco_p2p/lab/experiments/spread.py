@@ -114,37 +114,36 @@ def remaining(series: Series, column: int) -> float:
     return fmean(values[-max(1, len(values) // 10) :]) / max(values)
 
 
+def std_left(series: Series) -> float:
+    """What remains of the std."""
+    return remaining(series, 2)
+
+
 def report(results: Results) -> list[Block]:
     """The answer, the correlations compared with the paper's, how far std and rate fall, and both over the run."""
     return [_answer(results), _correlations(results), *(_plot(results, stage) for stage in STAGES)]
 
 
 def _answer(results: Results) -> str:
-    def each(arm: str, measure: Callable[[Series], float | None]) -> str:
-        values = [measure(series) for one in select(results, arm=arm) for series in one["spread"] if series]
-        return mean_std([value for value in values if value is not None], 2)
-
-    def left(series: Series) -> float:
-        return remaining(series, 2)
-
-    falling_rate, constant = "m = 10", "constant rate"
-    return (
-        f"With {falling_rate}, std and learning rate correlate with r = {each(falling_rate, pearson)}; at the end the"
-        f" std is at {each(falling_rate, left)} of its largest value, and at {each(constant, left)} if the rate stays"
-        " at its peak."
+    r, falls, stays = (
+        _over(select(results, arm=arm), STAGES, measure, 2)
+        for arm, measure in (("m = 10", pearson), ("m = 10", std_left), ("constant rate", std_left))
     )
+    return (
+        f"With m = 10, std and learning rate correlate with r = {r}; at the end the std is at {falls} of its largest"
+        f" value, and at {stays} if the rate stays at its peak."
+    )
+
+
+def _over(runs: Results, stages: Sequence[int], measure: Callable[[Series], float | None], digits: int) -> str:
+    """Mean ± std over the runs and stages that have a value."""
+    values = [measure(one["spread"][stage]) for one in runs for stage in stages if one["spread"][stage]]
+    return mean_std([value for value in values if value is not None], digits)
 
 
 def _correlations(results: Results) -> Table:
     def over(measure: Callable[[Series], float | None], digits: int) -> Callable[[tuple[str, int]], Cell]:
-        """Mean ± std over the seeds that have a value."""
-
-        def cell(row: tuple[str, int]) -> Cell:
-            every = [one["spread"][row[1]] for one in select(results, arm=row[0])]
-            values = [measure(series) for series in every if series]
-            return mean_std([value for value in values if value is not None], digits)
-
-        return cell
+        return lambda row: _over(select(results, arm=row[0]), [row[1]], measure, digits)
 
     columns: Columns = {
         "arm": lambda row: row[0],
@@ -155,7 +154,7 @@ def _correlations(results: Results) -> Table:
         "rounds behind": over(lambda series: (delay(series) or (None, None))[0], 2),
         "r of that shift": over(lambda series: (delay(series) or (None, None))[1], 3),
         "rate left": over(lambda series: remaining(series, 1), 2),
-        "std left": over(lambda series: remaining(series, 2), 2),
+        "std left": over(std_left, 2),
     }
     low, high = published()["pearson_weight_std_vs_lr"]
     rows = [(arm, stage) for arm in ARMS for stage in STAGES]

@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import DirectorySettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.io.data.corpora import Corpus
-from noloco_p2p.sim.world import SimPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 CONFIG = NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "rebalance": False})
 """Settings of every node: no checkpoints, no moves between stages."""
 FOREVER_S = 1e5
 """More virtual seconds than anything takes."""
+STAYS = NodeConfig.model_validate(
+    # Constructed, not validated, because settings do not allow adverts to live so long.
+    {"directory": DirectorySettings.model_construct(ttl_s=FOREVER_S), "limits": {"linger_s": FOREVER_S}}
+    | {"checkpoint": {"every_steps": None}}
+)
+"""Settings of nodes that have time: one that has finished stays until all others have pulled from it."""
 BYTE_VOCABULARY = 384
 """Number of ByT5's ids (arXiv 2105.13626, §3.1)."""
 
@@ -152,10 +158,12 @@ def one_layer_manifest(settings: Mapping[str, Any], **changes: object) -> RunMan
     return small_manifest(settings["hidden_size"], 1, **size, **changes)
 
 
-def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: Any) -> RunManifest:
-    """A run with as little computation as possible; rounds are waited for. `changes` are fields of RunManifest."""
+def timing_swarm(replicas: tuple[int, ...], seed: int, run: Mapping[str, Any], **world: Any) -> SimSwarm:
+    """A swarm with as little computation as possible; rounds are waited for. `run`: fields of RunManifest, `outer`
+    among them; `world`: fields of SimPlan, by default with STAYS."""
     least = {"sequence_length": 1, "microbatch_size": 1, "microbatches_per_step": 1}
     evaluation = {"every_steps": None, "microbatches": 1}
     fields = {"stages": len(replicas), "start_replicas": min(replicas), "seed": seed, "evaluation": evaluation}
-    changes["outer"] = {"rule": "noloco", "overlap": False} | changes.get("outer", {})
-    return RunManifest.model_validate(least | fields | changes)
+    outer = {"rule": "noloco", "overlap": False} | run["outer"]
+    manifest = RunManifest.model_validate({**least, **fields, **run, "outer": outer})
+    return SimSwarm(SimPlan(manifest, replicas, seed, **{"config": STAYS, **world}))
