@@ -67,14 +67,7 @@ def table_lines(figures: dict[str, Any]) -> list[str]:
 
 
 def run_generate(
-    out: Path,
-    prompt: str,
-    *,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    device: str,
-    chat: bool = False,
+    out: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str, chat: bool = False
 ) -> Iterator[str]:
     """The merged model's continuation of `prompt`, in pieces: at most `tokens` ids, fewer if it ends the text.
 
