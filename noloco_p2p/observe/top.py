@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import compress
 from typing import Any
@@ -105,15 +105,6 @@ def from_url(url: str) -> Readings:
     return read
 
 
-def from_directory(peers: Callable[[], Awaitable[Sequence[Advert]]]) -> Readings:
-    """The swarm, with the directory read again on every call. `peers`: see `ports.Directory`."""
-
-    async def read() -> list[Report]:
-        return await survey.by_adverts(await peers())
-
-    return read
-
-
 @asynccontextmanager
 async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readings]:
     """The swarm that these addresses lead to, or the one that the node at the URL sees. Raises ConfigError."""
@@ -125,7 +116,11 @@ async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readin
     from noloco_p2p.launch.bootstrap import observing
 
     async with observing(join) as observer:
-        yield from_directory(observer.directory.peers)
+
+        async def read() -> list[Report]:
+            return await survey.by_adverts(await observer.directory.peers())
+
+        yield read
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------

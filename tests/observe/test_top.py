@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
+from noloco_p2p.launch import bootstrap
 from noloco_p2p.observe import terminal, top
 from noloco_p2p.observe.diagnosis.findings import Report
 from noloco_p2p.observe.overview import Overview, overview
@@ -363,7 +365,7 @@ def test_when_the_node_at_the_url_leaves_the_others_are_still_watched() -> None:
             asyncio.run(read())
 
 
-def test_the_directory_is_read_again_each_time() -> None:
+def test_the_directory_is_read_again_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     class Directory:
         readings = 0
 
@@ -371,10 +373,11 @@ def test_the_directory_is_read_again_each_time() -> None:
             self.readings += 1
             return [replace(advert(0, replica), metrics="") for replica in range(self.readings)]
 
-    read = top.from_directory(Directory().peers)
+    monkeypatch.setattr(bootstrap, "observing", lambda _: nullcontext(SimpleNamespace(directory=Directory())))
 
     async def twice() -> list[int]:
-        return [len(await read()), len(await read())]
+        async with top.readings(["ADDR"], None) as read:
+            return [len(await read()), len(await read())]
 
     assert asyncio.run(twice()) == [1, 2]
 

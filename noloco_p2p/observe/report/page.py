@@ -1,7 +1,5 @@
 """Renders the page: charts and tables, in the frame of page.html, which escapes all text."""
 
-import base64
-import hashlib
 import itertools
 import json
 from collections import Counter
@@ -24,6 +22,7 @@ from noloco_p2p.observe.report.journals import clean
 from noloco_p2p.observe.report.node_history import TRAINED, WORKS, NodeHistory
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
 from noloco_p2p.observe.report.run_facts import facts, headline, standing
+from noloco_p2p.observe.web_page import script_source
 
 TEMPLATE = "page.html"
 MARK = b": report of a run</title>"
@@ -59,14 +58,13 @@ def render(runs: Mapping[str, RecordedRun]) -> str:
     """The whole page as HTML that is also well-formed XML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     frame = resources.files("noloco_p2p.observe.report").joinpath(TEMPLATE).read_text("utf-8")
-    script = frame.partition("<script>")[2].partition("</script>")[0]
     return environment.from_string(frame).render(
         **_one_run(*runs.values()) if len(runs) == 1 else _several(runs),
         version=__version__,
         light=LIGHT,
         dark=DARK,
         chart_style=Markup(stylesheet()),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        script_source=Markup(script_source(frame.encode())),
     )
 
 
