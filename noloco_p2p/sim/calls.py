@@ -172,7 +172,7 @@ class SimCall(Generic[T]):
             self._notice_cut(self.caller, self.callee)
             return
         self.network.traffic.take(self._message)
-        endpoint = self._endpoint = self.network.endpoint(self.callee)
+        endpoint = self._endpoint = self.network.endpoints.get(self.callee)
         if endpoint is None:
             self._send(Unreachable(f"{self.callee} refused the connection"))
             return
@@ -197,7 +197,7 @@ class SimCall(Generic[T]):
         self._step = None
         if self._retransmits(self.callee, self.caller, partial(self._answer_with, outcome), waited_s):
             return
-        if self.network.endpoint(self.callee) is not self._endpoint:
+        if self.network.endpoints.get(self.callee) is not self._endpoint:
             self._break()
         elif self.network.reply_lost(self.caller, self.callee):
             self._alive = False

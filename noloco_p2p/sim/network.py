@@ -51,7 +51,8 @@ class Network:
         """The link between two nodes, in one direction."""
         self._generator: Callable[[PeerId], random.Random] = cache(partial(generator, seed, "link"))
         """The random generator of a sender."""
-        self._endpoints: dict[PeerId, Endpoint] = {}
+        self.endpoints: dict[PeerId, Endpoint] = {}
+        """The nodes that serve."""
         self._barriers: list[Barrier] = []
 
     # --- faults ---------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Network:
 
     def crash(self, peer: PeerId) -> None:
         """Take a node down at once: its handlers are cancelled, and calls that wait for them fail."""
-        endpoint = self._endpoints.pop(peer, None)
+        endpoint = self.endpoints.pop(peer, None)
         for task in endpoint.work if endpoint else ():
             task.cancel()
         self.traffic.crash(peer)
@@ -85,20 +86,16 @@ class Network:
 
     def serve(self, peer: PeerId, handler: Handler) -> None:
         """Answer calls to `peer` with `handler`. Raises LocalError if it already has one."""
-        if peer in self._endpoints:
+        if peer in self.endpoints:
             raise LocalError(f"{peer} already has a handler")
-        self._endpoints[peer] = Endpoint(handler)
+        self.endpoints[peer] = Endpoint(handler)
 
     async def stop(self, peer: PeerId) -> None:
         """Stop answering calls. Running handlers are cancelled and awaited."""
-        endpoint = self._endpoints.get(peer)
+        endpoint = self.endpoints.get(peer)
         self.crash(peer)
         if endpoint:
             await asyncio.gather(*endpoint.work, return_exceptions=True)
-
-    def endpoint(self, peer: PeerId) -> Endpoint | None:
-        """The node that serves under this id; None if there is none."""
-        return self._endpoints.get(peer)
 
     def latency_s(self, sender: PeerId, receiver: PeerId) -> float:
         """Latency of one message; draws from the sender's own generator."""

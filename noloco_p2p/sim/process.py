@@ -99,11 +99,6 @@ class SimProcess:
         return self.node.state.leaving
 
     @property
-    def rounds(self) -> list[tuple[int, str]]:
-        """(number, result) of its outer rounds, in order."""
-        return [(int(event.number("round")), str(event.get("result"))) for event in self.trace.of("outer_round")]
-
-    @property
     def microbatches(self) -> Counter[str]:
         """Number of microbatches by result: `done`, `dropped`, `nonfinite`, …"""
         return self.trace.totals("microbatch", "result")

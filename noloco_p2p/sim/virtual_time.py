@@ -12,11 +12,10 @@ import gc
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Executor
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from typing import Any, NoReturn, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, TypeVar
 
 from noloco_p2p.errors import NolocoError
 
@@ -29,7 +28,6 @@ PROCESS: ContextVar[str | None] = ContextVar("process", default=None)
 """The simulated process that tasks created in this context belong to."""
 
 T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
 
 
 class Deadlock(NolocoError):
@@ -94,9 +92,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._give_up(f"spinning: the clock stood still for {LIVELOCK_TURNS:,} iterations of the event loop")
         return []
 
-    def run_in_executor(
-        self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
-    ) -> asyncio.Future[T]:
+    def run_in_executor(self, *_: Any) -> NoReturn:  # type: ignore[override]
         """Not supported: a thread would finish at an undefined virtual time. Raises RuntimeError."""
         raise RuntimeError("threads are not supported under virtual time")
 

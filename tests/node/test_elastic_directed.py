@@ -11,7 +11,7 @@ from elastic import COSTS, plan_of
 from lawful import check, training
 from mixed import drawn as drawn_mixed
 from sim_transport_fixture import lose_next_reply
-from simulated_parts import linear_stage, tear
+from simulated_parts import linear_stage, rounds, tear
 from slow_line import SlowLine
 from soak import soak
 
@@ -273,7 +273,7 @@ def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
     outcome = check(swarm)
     first = swarm.resumptions[0]
     assert first.source == "guardian"
-    before = max(number for process in outcome.processes if process.crashed for number, _ in process.rounds)
+    before = max(number for process in outcome.processes if process.crashed for number in rounds(process))
     assert first.round >= before - 1
     events = [h.get("stages") for h in outcome.trace.of("deserted", "s0r0")]
     if for_s > 5.0:
@@ -438,10 +438,10 @@ def test_a_replica_that_was_away_goes_on_with_what_the_other_one_left_to_a_guard
     swarm = FaultySwarm(plan, (Fault(6.0, kind, (away,), 24.0),))
     swarm.at(16.0, lambda: swarm.drain(other))
     outcome = check(swarm)
-    left = outcome.nodes[other].rounds[-1][0] + 1
+    left = rounds(outcome.nodes[other])[-1] + 1
     (came,) = [one for one in swarm.resumptions if one.peer == away]
     assert (came.source, came.round) == ("guardian", left)
-    before = [number for number, _ in outcome.nodes[away].rounds if number < left]
+    before = [number for number in rounds(outcome.nodes[away]) if number < left]
     assert left - max(before) > 5, "it would have lost these rounds"
     assert came.at_s > 30.0
 
@@ -568,7 +568,7 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     guarded = [h for h in outcome.trace.of("guarded") if h.get("stage") == 1 and h.at_s < left.ended_at_s]
     assert guarded[-1].at_s > 7.3
     assert left.ended_at_s < 7.3 + 4.0
-    assert guarded[-1].get("round") == left.rounds[-1][0] + 1
+    assert guarded[-1].get("round") == rounds(left)[-1] + 1
     (loaded,) = recording_stages(again)[0].loaded
     assert (loaded.kind, loaded.origin) == ("adopt", "s1r0")
     assert loaded.theta == pytest.approx(linear_stage(left).theta, rel=1e-12)
@@ -586,7 +586,7 @@ def test_replicas_that_all_leave_together_hand_their_weights_over_however_many_t
     outcome = check(swarm)
     left = [outcome.nodes[peer] for peer in replicas]
     assert max(process.ended_at_s or 99.0 for process in left) < 7.3 + 4.0
-    newest = max(process.rounds[-1][0] for process in left)
+    newest = max(rounds(process)[-1] for process in left)
     assert [(one.source, one.round) for one in swarm.resumptions] == [("guardian", newest + 1)]
 
 
@@ -599,7 +599,7 @@ def test_a_last_replica_hands_its_weights_over_while_it_writes_its_checkpoint() 
     left = outcome.nodes["s1r0"]
     assert len(left.trace.of("checkpoint")) == 1
     assert [(one.peer, one.source, one.round) for one in swarm.resumptions] == [
-        ("s1r1", "guardian", left.rounds[-1][0] + 1)
+        ("s1r1", "guardian", rounds(left)[-1] + 1)
     ]
 
 
@@ -610,7 +610,7 @@ def test_a_node_that_restarts_while_another_stage_s_last_replica_leaves_goes_on_
     swarm.at(9.0, lambda: swarm.drain("s0r0"))
     swarm.at(20.0, lambda: swarm.start(0, 1))
     outcome = check(swarm)
-    newest = [number for process in outcome.processes if process.crashed for number, _ in process.rounds][-1]
+    newest = [number for process in outcome.processes if process.crashed for number in rounds(process)][-1]
     (came, *_) = swarm.resumptions
     (left,) = [h.at_s for h in outcome.trace.of("state", "s0r0") if h.get("state") == "left"]
     assert came.at_s < left
@@ -627,7 +627,7 @@ def test_a_last_replica_and_its_guardians_notice_that_the_other_one_has_just_gon
     swarm.at(6.0, lambda: getattr(swarm, also)(gone))
     swarm.at(6.0, lambda: swarm.drain(last))
     swarm.at(20.0, lambda: swarm.start(stage, 2))
-    done = [number for number, _ in check(swarm).nodes[last].rounds]
+    done = rounds(check(swarm).nodes[last])
     assert [(one.source, one.round) for one in swarm.resumptions] == [("guardian", done[-1] + 1)]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from elastic import plan_of
 from lawful import check
+from simulated_parts import rounds
 from slow_line import SlowLine
 from soak import soak
 
@@ -41,7 +42,7 @@ def lost_rounds(outcome: Outcome, leaves: PeerId, away: PeerId) -> int:
     left = outcome.nodes[leaves]
     resumed = [h for h in outcome.trace.of("resumed", away) if h.at_s > AWAY_S + 1.0]
     own = [h for h in outcome.trace.of("outer_round", away) if h.at_s < AWAY_S + 1.0]
-    return left.rounds[-1][0] - int((resumed or own)[-1].number("round"))
+    return rounds(left)[-1] - int((resumed or own)[-1].number("round"))
 
 
 def while_it_leaves(

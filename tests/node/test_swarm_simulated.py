@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from noted import noted
 from short_runs import LIMITS, manifest_for
-from simulated_parts import linear_stage
+from simulated_parts import linear_stage, rounds
 from soak import soak
 
 from noloco_p2p.config import (
@@ -61,7 +61,7 @@ def check_ended(plan: SimPlan, outcome: Outcome) -> None:
     """All nodes ended on their own at `steps`, and no replica counted an id twice."""
     for one in outcome.processes:
         assert (one.state, one.step, one.error) == ("left", float(plan.manifest.steps), None), one.peer
-        numbers = [number for number, _ in one.rounds]
+        numbers = rounds(one)
         assert numbers == sorted(set(numbers)), f"{one.peer} did a round twice: {numbers}"
         ids = [entry.microbatch for entry in linear_stage(one).counted]
         assert len(ids) == len(set(ids)), f"{one.peer} counted an id twice"

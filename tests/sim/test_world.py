@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from barriers import barrier
-from simulated_parts import linear_stage, tear
+from simulated_parts import linear_stage, rounds, tear
 from soak import soak
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -78,7 +78,7 @@ def test_a_swarm_trains_to_the_end_and_counts_every_microbatch_once_per_stage(ro
         assert (node.state, node.step, node.error, node.crashed) == ("left", STEPS, None, False)
         assert len(linear_stage(node).open_graphs) == 0
         assert node.microbatches["done"] == len(linear_stage(node).counted)
-        numbers = [number for number, _ in node.rounds]
+        numbers = rounds(node)
         assert numbers == sorted(set(numbers))
         assert numbers[-1] == 3
     assert outcome.ended_at_s == max(node.ended_at_s or 0.0 for node in outcome.processes)

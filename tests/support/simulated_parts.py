@@ -11,6 +11,11 @@ def linear_stage(process: SimProcess) -> LinearStage:
     return process.model
 
 
+def rounds(process: SimProcess) -> list[int]:
+    """The numbers of the outer rounds of a process, in order."""
+    return [int(event.number("round")) for event in process.trace.of("outer_round")]
+
+
 def tear(disk: Disk) -> None:
     """Make the newest checkpoint torn. Does nothing to an empty disk."""
     for newest in disk._entries[-1:]:
