@@ -9,18 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from noloco_p2p.config import (
-    CheckpointSettings,
-    DirectorySettings,
-    EvaluationSettings,
-    InnerSettings,
-    LimitSettings,
-    OuterSettings,
-    Positive,
-    Seconds,
-    Settings,
-    WireSettings,
-)
+from noloco_p2p import config
+from noloco_p2p.config import Positive, Seconds, Settings
 from noloco_p2p.config.manifest import MAX_REPLICAS
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.humanize import plural
@@ -49,24 +39,24 @@ class RunSettings(Settings):
     """Microbatches that each stage-0 replica reads per inner step."""
     steps: Positive = 60
     """Length of the run, in steps of the clock."""
-    inner: InnerSettings = InnerSettings()
+    inner: config.InnerSettings = config.InnerSettings()
     """The inner optimizer."""
-    outer: OuterSettings = OuterSettings(rule="noloco", inner_steps=20)
+    outer: config.OuterSettings = config.OuterSettings(rule="noloco", inner_steps=20)
     """The outer round."""
     routing: Literal["random", "weighted", "balanced", "fixed"] = "random"
     """How the next replica of a microbatch is chosen."""
-    evaluation: EvaluationSettings = EvaluationSettings(every_steps=None, microbatches=2)
+    evaluation: config.EvaluationSettings = config.EvaluationSettings(every_steps=None, microbatches=2)
     """Validation."""
 
 
 class LocalSettings(Settings):
     """Each node's own settings, with the same keys and meaning as for a real node."""
 
-    directory: DirectorySettings = DirectorySettings()
+    directory: config.DirectorySettings = config.DirectorySettings()
     """The membership."""
-    limits: LimitSettings = LimitSettings()
+    limits: config.LimitSettings = config.LimitSettings()
     """Limits on what a node holds and how long it waits."""
-    checkpoint: CheckpointSettings = CheckpointSettings()
+    checkpoint: config.CheckpointSettings = config.CheckpointSettings()
     """Checkpoints."""
     rebalance: bool = True
     """Let nodes move to another stage during training if that stage limits the swarm."""
@@ -81,7 +71,7 @@ class WorkloadSettings(Settings):
     """T: tokens per sample."""
     hidden_size: Positive = 2048
     """D: values per token sent between two stages."""
-    wire: WireSettings = WireSettings(forward="bfloat16", backward="bfloat16")
+    wire: config.WireSettings = config.WireSettings(forward="bfloat16", backward="bfloat16")
     """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
     """Element type of weights and snapshots."""
