@@ -30,20 +30,8 @@ from statistics import fmean
 from typing import Any
 
 from noloco_p2p.humanize import plural
-from noloco_p2p.lab.experiments.results import (
-    Columns,
-    above,
-    best_rate,
-    known,
-    loss,
-    mean_curve,
-    mean_std,
-    next_runs,
-    over,
-    rate_beyond,
-    select,
-    table,
-)
+from noloco_p2p.lab.experiments.rate_search import best_rate, next_runs, rate_beyond
+from noloco_p2p.lab.experiments.results import Columns, above, known, loss, mean_curve, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table, published
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, sized_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot

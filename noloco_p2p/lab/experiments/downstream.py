@@ -25,7 +25,8 @@ from tempfile import TemporaryDirectory
 
 from noloco_p2p.lab.experiments import convergence
 from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, SEEDS, first_runs, next_rates
-from noloco_p2p.lab.experiments.results import Columns, above, best_rate, known, mean_std, over, select, table
+from noloco_p2p.lab.experiments.rate_search import best_rate
+from noloco_p2p.lab.experiments.results import Columns, above, known, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table
 
 METHODS = ("parallel", "diloco", "noloco", "gossip-int4")

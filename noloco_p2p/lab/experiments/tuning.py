@@ -22,7 +22,8 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from noloco_p2p.lab.experiments.results import Columns, above, best_rate, mean_std, next_runs, over, select, table
+from noloco_p2p.lab.experiments.rate_search import best_rate, next_runs
+from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results, Table
 from noloco_p2p.lab.experiments.training import TrainingPlan, sized_manifest
 
