@@ -22,8 +22,8 @@ class LineSpec:
     up_bytes_per_s: float
     latency_s: float = 0.0
     """Median one-way latency between two nodes."""
-    jitter_s: float = 0.0
-    """Roughly the standard deviation of the latency, which is log-normal."""
+    spread: float = 0.0
+    """Sigma of the log-normal latency, as in `sim.links.Link`: about its standard deviation over its median."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -33,14 +33,9 @@ class LineSpec:
             parts = match.groupdict() if match else {}
             unit = UNITS[parts["unit"]] / 8
             latency, jitter = (float(parts[name] or 0) / 1e3 for name in ("latency", "jitter"))
-            spec = cls(float(parts["down"]) * unit, float(parts["up"] or parts["down"]) * unit, latency, jitter)
+            down, up = (float(parts[name] or parts["down"]) * unit for name in ("down", "up"))
         except (KeyError, ValueError):
             raise ConfigError(f"--link {text}: write it as {FORM}") from None
-        if min(spec.down_bytes_per_s, spec.up_bytes_per_s) <= 0 or jitter > latency:
+        if min(down, up) <= 0 or jitter > latency:
             raise ConfigError(f"--link {text}: rates must be above 0, and the jitter at most the latency; {FORM}")
-        return spec
-
-    @property
-    def spread(self) -> float:
-        """Sigma of the log-normal latency, as in `sim.links.Link`."""
-        return self.jitter_s / self.latency_s if self.latency_s else 0.0
+        return cls(down, up, latency, jitter / latency if latency else 0.0)

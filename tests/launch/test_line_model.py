@@ -266,7 +266,7 @@ def test_every_byte_arrives_once_and_in_order_however_late_the_clock_is(
 
 def test_a_link_is_parsed_as_providers_write_it() -> None:
     assert LineSpec.parse("200mbit,25ms") == LineSpec(25e6, 25e6, 0.025)
-    assert LineSpec.parse("200/20Mbit, 25ms, 5ms") == LineSpec(25e6, 2.5e6, 0.025, 0.005)
+    assert LineSpec.parse("200/20Mbit, 25ms, 5ms") == LineSpec(25e6, 2.5e6, 0.025, 0.005 / 0.025)
     assert LineSpec.parse("1gbit") == LineSpec(125e6, 125e6)
     assert LineSpec.parse("200mbit,25ms,5ms").spread == pytest.approx(0.2)
 
