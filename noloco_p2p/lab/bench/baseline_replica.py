@@ -224,12 +224,7 @@ class OpenDilocoBaseline(DilocoBaseline):
             gradient.copy_(shared)
 
 
-KINDS: dict[str, type[BaselineReplica]] = {
-    "ddp": Ddp,
-    "fsdp": Fsdp,
-    "diloco": DilocoBaseline,
-    "opendiloco": OpenDilocoBaseline,
-}
+KINDS = {"ddp": Ddp, "fsdp": Fsdp, "diloco": DilocoBaseline, "opendiloco": OpenDilocoBaseline}
 
 
 def _from_the_first(text: str, device: torch.device) -> str:

@@ -41,11 +41,8 @@ class SwarmView:
         self.adverts = {r.peer: r.newest for r in self.reports}
         announced = {advert.stage for advert in self.adverts.values()}
         self._of_stage = {n: [r for r in self.reports if r.newest.stage == n] for n in announced}
-        self.stages = self._count_stages()
-
-    def _count_stages(self) -> int:
         claimed = most_common(s.stages for s in self.statuses.values() if 0 < s.stages <= STAGES_LIMIT)
-        return claimed or 1 + max((a.stage for a in self.adverts.values() if 0 <= a.stage < STAGES_LIMIT), default=-1)
+        self.stages = claimed or 1 + max((stage for stage in announced if 0 <= stage < STAGES_LIMIT), default=-1)
 
     def of_stage(self, stage: int, states: Collection[str]) -> list[Report]:
         """The nodes of a stage whose last known state is one of `states`."""

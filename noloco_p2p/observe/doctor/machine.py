@@ -137,11 +137,9 @@ def check_slow_start(report: DoctorReport) -> None:
         forgets = SLOW_START.read_text(encoding="ascii").strip() != "0"
     except OSError:
         return
-    if forgets:
-        advice = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0, as root, speeds up far peers"
-        report.ok("line", f"connections start slowly again after each idle period; {advice}")
-    else:
-        report.ok("line", "connections keep their speed after an idle period")
+    advice = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0, as root, speeds up far peers"
+    slow = f"connections start slowly again after each idle period; {advice}"
+    report.ok("line", slow if forgets else "connections keep their speed after an idle period")
 
 
 def check_time(report: DoctorReport) -> None:
