@@ -13,7 +13,7 @@ from noloco_p2p import humanize
 from noloco_p2p.io.durable_files import write_whole, writing
 from noloco_p2p.launch.progress_line import Position
 from noloco_p2p.observe.plotting.axes import Points
-from noloco_p2p.observe.plotting.plots import KIND_COLOURS, Bars, Chart, Curve, Plot, save
+from noloco_p2p.observe.plotting.plots import KIND_COLOURS, Bars, Curve, Plot, save
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.terminal import plain_table
@@ -141,22 +141,19 @@ def write_trace(path: Path, lines: Sequence[str]) -> None:
 
 def draw(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int, directory: Path) -> list[Path]:
     """Write the plots of a run to a directory. Raises LocalError if it cannot be written."""
-    with writing(directory):
-        directory.mkdir(exist_ok=True)
-        return [save(chart, directory) for chart in _charts(found, outcome, tokens_per_microbatch)]
-
-
-def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> list[Chart]:
     over_time = "virtual seconds"
     throughput = [Curve("all nodes", tokens_per_s(outcome, tokens_per_microbatch, BINS))]
     nodes = [Curve(f"stage {n}", points, "steps") for n, points in nodes_training(outcome).items()]
-    return [
+    charts = (
         _time(found),
         Plot("tokens", "Throughput", (over_time, "tokens/s"), throughput, from_zero=True),
         Plot("nodes", "Nodes in training", (over_time, "nodes"), nodes, from_zero=True),
         _rounds(outcome),
         _byte_bars(found),
-    ]
+    )
+    with writing(directory):
+        directory.mkdir(exist_ok=True)
+        return [save(chart, directory) for chart in charts]
 
 
 def _time(found: RunFigures) -> Bars:

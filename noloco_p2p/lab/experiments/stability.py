@@ -165,21 +165,17 @@ def _range(limits: tuple[float, float]) -> str:
     return f"{limits[0]:.3g} to {limits[1]:.3g}"
 
 
-def _bounds(count: int, limits: Limits) -> list[Curve]:
-    """The bounds over α."""
+def _plane(points: Points, count: int, limits: Limits) -> Block:
+    """The bounds over α, and where the spread fell or grew."""
     drawn = [step / 20 for step in range(20)]
     measured = sorted(alpha for replicas, alpha in limits if replicas == count)
-    return [
+    curves = [
         Curve("S1", [(x, bounds.s1(x)) for x in drawn]),
         Curve(f"S1 for N = {count}", [(x, bounds.s1(x, count)) for x in drawn]),
         Curve("nearly every run", [(x, limits[count, x]["nearly every run"][1]) for x in measured], "points"),
         Curve("eq. 74, lower", [(x, bounds.equation_74(x)[0]) for x in drawn], "dashed"),
         Curve("eq. 74, upper", [(x, bounds.equation_74(x)[1]) for x in drawn], "dashed"),
     ]
-
-
-def _plane(points: Points, count: int, limits: Limits) -> Block:
-    curves = _bounds(count, limits)
     for label, found in (("spread fell", False), ("spread grew", True)):
         some = [(alpha, gamma) for (_, alpha, gamma), point in points.items() if grew(point) == found]
         curves.append(Curve(label, some, "points"))
