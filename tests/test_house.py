@@ -31,7 +31,7 @@ BROAD: dict[str, str] = {
     "cli/exits.py:run_app": "the last resort: a bug ends with one line, or a traceback with --debug",
     "compute/device.py:DeviceThread._run": "it is raised again in the task that waits for the call",
     "sim/device.py:SimDevice._perform": "it is raised again in the task that waits for the call",
-    "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
+    "io/blocking_calls.py:BlockingCalls._run": "it is raised again where the call is waited for",
     "lab/sim_command.py:simulate": "a bug is reported with the seed that shows it, and the other seeds run",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
     "io/data/tokenizers.py:_from_transformers": "tokenizers raises nothing more particular",

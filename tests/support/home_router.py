@@ -4,7 +4,7 @@ It answers searches on its LAN, and forwards the TCP ports of its WAN address th
 Each request and each connection becomes a line of JSON on standard output. `how`: `permanent` (accepts only mappings
 without an expiry), `taken` (another host has the first port that is requested), `held` (the same, but the last to ask
 gets it), `refuses`, `closed` (maps but forwards nothing), `offline` (has no outside address), `carrier` (has an address
-in its provider's own network), `silent`.
+in its provider's own network), `drips` (never ends its first answer), `silent`.
 """
 
 import asyncio
@@ -77,6 +77,11 @@ class Router:
             sent = (await reader.readexactly(int(length[1]))).decode()
             fields = dict(re.findall(r"<(New\w+)>([^<]*)</New\w+>", sent))
             status, body = await self._answer(action[1], fields)
+        if self._how == "drips":
+            writer.write(b"HTTP/1.1 200 x\r\nContent-Length: 999999\r\n\r\n")
+            while True:
+                writer.write(b" ")
+                await asyncio.sleep(0.5)
         writer.write(
             f"HTTP/1.1 {status} x\r\nContent-Type: text/xml\r\nContent-Length: {len(body)}\r\n"
             f"Connection: close\r\n\r\n{body}".encode()

@@ -1,9 +1,13 @@
-"""Maps ports 5001 and 5009 at the home router, renews and removes the mappings; prints addresses, or why not."""
+"""Maps ports 5001 and 5009 at the home router, renews and removes the mappings; prints addresses, or why not.
+
+`port_mapping_once.py [seconds]`: how long the router has to map a port, and to remove the mappings.
+"""
 
 import asyncio
 import sys
 
 from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.dht import port_mapping
 from noloco_p2p.io.dht.port_mapping import HomeRouter
 
 PORTS = 5001, 5009
@@ -24,4 +28,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        port_mapping.MAP_S = port_mapping.END_S = float(sys.argv[1])
     asyncio.run(main())

@@ -7,12 +7,12 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.blocking_calls import BlockingCalls
 from noloco_p2p.io.dht.addresses import JoinAddress, ip_of
 from noloco_p2p.io.dht.reach import host_scope, scope
 
@@ -24,8 +24,9 @@ RENEW_S = 300.0
 """Time between renewals, seconds. A router that restarts forgets its mappings until the next renewal."""
 TRIES = 8
 """How many ports of the router are tried, because other machines may have the first ones."""
-END_S = 3.0
-"""Longest wait for the mappings to be removed, seconds."""
+MAP_S, END_S = 20.0, 3.0
+"""Longest wait for a port to be mapped, and for all mappings to be removed, seconds. miniupnpc itself waits for as long
+as a byte of an answer comes every few seconds."""
 _PERMANENT, _TAKEN = "OnlyPermanentLeasesSupported", "ConflictInMappingEntry"
 """miniupnpc's names for a router's errors 725 and 718."""
 
@@ -59,7 +60,7 @@ class HomeRouter:
         """Port of this machine → the outside IP address and port that lead to it."""
         self._found: Any = None
         """miniupnpc's router, or None if it must be searched for."""
-        self._thread = ThreadPoolExecutor(1, "router")
+        self._thread = BlockingCalls("router")
         """Only one, so that what is cancelled here and goes on there comes before the removal of all mappings."""
 
     def place(self, port: int) -> tuple[str, int] | None:
@@ -68,7 +69,11 @@ class HomeRouter:
 
     async def map(self, port: int) -> None:
         """Have a port mapped, or its mapping renewed. Raises Unreachable if no router does so, and keeps an old one."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._map, port)
+        mapping = asyncio.get_running_loop().run_in_executor(self._thread, self._map, port)
+        try:
+            await asyncio.wait_for(mapping, MAP_S)
+        except TimeoutError:
+            raise Unreachable(f"the router did not finish its answer within {MAP_S:g} s") from None
 
     async def try_map(self, port: int) -> None:
         """Have a port mapped if possible; log it if not."""
@@ -88,7 +93,7 @@ class HomeRouter:
         try:
             await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._thread, self._remove), END_S)
         except (Unreachable, TimeoutError) as error:
-            log.info("the router still maps ports to this machine: %s", error)
+            log.info("the router may still map ports to this machine: %s", str(error) or "no answer yet")
 
     def _map(self, port: int) -> None:
         held = self._found is not None and _is_of_this_machine(self._found.lanaddr)

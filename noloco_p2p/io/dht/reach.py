@@ -9,7 +9,6 @@ import asyncio
 import re
 import socket
 from collections.abc import AsyncIterator, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import STREAM, Advert, PeerId
+from noloco_p2p.io.blocking_calls import BlockingCalls
 from noloco_p2p.io.dht.addresses import JoinAddress, ip_of
 from noloco_p2p.io.dht.identity import public_key_of
 
@@ -119,7 +119,7 @@ class Reach:
         self._known: dict[str, tuple[float, tuple[str, ...]]] = {}
         """Host name → when it was looked up, and its addresses."""
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._threads = ThreadPoolExecutor(2, "names")
+        self._threads = BlockingCalls("names", 2)
 
     async def addresses(self, hosts: Iterable[str]) -> dict[str, str]:
         """Host → the IP address at which to dial it. Hosts not to be dialled, or not resolved yet, are left out."""

@@ -1,10 +1,8 @@
 """The doctor's report: findings printed in groups as they come, or all of them as one JSON object at the end."""
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import json
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,6 +12,7 @@ import typer
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import NolocoError, Unreachable
 from noloco_p2p.humanize import plural
+from noloco_p2p.io.blocking_calls import BlockingCalls
 from noloco_p2p.observe import terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding
 
@@ -120,18 +119,9 @@ async def in_time(what: str, limit_s: float, work: Callable[[], R]) -> R:
 
     Raises what the work raises, and Unreachable, naming `what`, if it takes longer than `limit_s`.
     """
-    done: concurrent.futures.Future[R] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the thread can set it after a timeout
-
-    def body() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again by whoever awaits the future
-            done.set_exception(error)
-
-    threading.Thread(target=body, name=what, daemon=True).start()
+    doing = asyncio.get_running_loop().run_in_executor(BlockingCalls(what), work)
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(done), limit_s)
+        return await asyncio.wait_for(doing, limit_s)
     except TimeoutError:
         raise Unreachable(f"{what} took longer than {limit_s:g} s") from None
 

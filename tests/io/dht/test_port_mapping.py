@@ -84,6 +84,16 @@ def test_a_port_is_mapped_renewed_and_released(
     assert all(one["NewInternalClient"] == "192.168.12.2" for one in seen if one["action"] == ADD)
 
 
+@in_namespaces
+def test_a_device_that_never_ends_its_answer_keeps_no_node_from_starting_or_ending() -> None:
+    """Every half second it sends one byte of a long answer, for which miniupnpc waits for days."""
+    with internet() as net:
+        net.router("home", 12, "drips", known_to=[])
+        words = ["ip", "netns", "exec", net.namespace("at-home"), sys.executable, ONCE, "1.5"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60.0)
+    assert done.stdout.splitlines() == ["the router did not finish its answer within 1.5 s", NOWHERE]
+
+
 class FoundRouter:
     """A router as miniupnpc returns it, with this machine's address in its network as of the discovery."""
 
