@@ -158,7 +158,7 @@ def _is_of_this_machine(address: str) -> bool:
 def _address(router: Any) -> str:
     """The router's outside IP address. Raises Unreachable if there is none, or it is not public (a second router)."""
     said = _answer(router.externalipaddress)
-    if (ip := ip_of(said)) is None or ip.is_unspecified:
+    if (ip := ip_of(said)) is None or ip.is_unspecified or "%" in said:  # with a zone, it is an address of one link
         raise Unreachable("the router has no outside address")
     if scope(said) != "public":
         raise Unreachable(f"the router is behind another one: its outside address is {ip}")

@@ -115,6 +115,7 @@ class FoundRouter:
     [
         ("", "has no outside address"),
         ("0.0.0.0", "has no outside address"),
+        ("2001:470::1%1", "has no outside address"),
         ("169.254.1.1", "is behind another one"),
         ("192.168.0.2", "is behind another one"),
     ],
