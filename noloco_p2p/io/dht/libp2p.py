@@ -88,7 +88,7 @@ class Libp2pDaemon:
 
         With `metrics_port` (0 again picks one) the daemon serves its own metrics there. At a private IPv4 address,
         `router` is asked to map the port. Raises LocalError (port in use, daemon does not start), ConfigError
-        (malformed address, another peer there) or Unreachable (no answer).
+        (malformed address, another peer at each of them) or Unreachable (no answer).
         """
         targets = [JoinAddress.parse(text) for text in join]
         others = [target for target in targets if target.peer_id != identity.peer_id]
@@ -294,7 +294,7 @@ class Libp2pDaemon:
         failures = await self.dial_all(targets)
         errors = list(filter(None, failures))
         if len(errors) == len(targets):
-            raise errors[0]
+            raise min(errors, key=lambda one: isinstance(one, ConfigError))  # who does not answer may come back
         for error in errors:
             log.warning("%s", error)
         return tuple(target for target, failure in zip(targets, failures, strict=True) if failure is None)
