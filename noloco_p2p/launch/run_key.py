@@ -284,10 +284,10 @@ def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocation
 
 
 def _stored(home: Path, revoked: Revocations, trust: RunTrust, peer_id: PeerId) -> bytes | None:
-    """The certificate chain in this node's directory, if it is still valid."""
+    """The certificate chain in this node's directory, if it is a member's and still valid."""
     chain, found = _certified(home, trust) or (None, None)
-    good = found and found.peer_id == peer_id and dht_time() < found.until and not revoked.names(found.issuer)
-    return chain if good else None
+    mine = found and (found.peer_id, found.role) == (peer_id, "member") and not revoked.names(found.issuer)
+    return chain if found and mine and dht_time() < found.until else None
 
 
 def _certified(home: Path, trust: RunTrust) -> tuple[bytes, CertifiedPeer] | None:

@@ -446,6 +446,24 @@ def test_an_invited_node_does_not_start_with_a_certificate_from_a_fast_clock(
     assert started("") > club.now, "an issuer may still renew it"
 
 
+@pytest.mark.parametrize("why", ["", "for an observer", "for another peer", "of another run", "expired", "revoked"])
+def test_a_node_continues_only_with_a_certificate_that_admits_it(tmp_path: Path, why: str) -> None:
+    """With that of an observer, which a node kept until it had expired, all others refused its adverts."""
+    club, elsewhere = Club(tmp_path), Club(tmp_path)
+    chain = {
+        "for an observer": club.chain(EVE, "observer"),
+        "for another peer": club.chain(ANN),
+        "of another run": elsewhere.chain(EVE),
+        "expired": club.chain(EVE, now=club.now - certificates.LIFETIME_S["member"] - 1),
+    }.get(why, club.chain(EVE))
+    revoked = Revocations(club.trust)
+    if why == "revoked":
+        revoked.adopt(club.revoking(1, club.trust.membership(chain).issuer))
+    assert run_key._stored(tmp_path, revoked, club.trust, EVE) is None
+    (tmp_path / run_key.CERTIFICATE).write_bytes(chain)
+    assert run_key._stored(tmp_path, revoked, club.trust, EVE) == (None if why else chain)
+
+
 @pytest.mark.parametrize("why", ["for an observer", "for another peer", "of another run"])
 def test_an_issuer_that_gives_a_newcomer_a_useless_certificate_is_passed_over(tmp_path: Path, why: str) -> None:
     """The node kept the certificate of an observer, and all others refused its adverts, after each of its restarts."""
