@@ -201,11 +201,12 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
     Returns whether it is reached at its gRPC address. Raises LocalError if it cannot be reached at all. If a peer
     cannot be asked (because it has just died, or is busy), or its answer makes no sense, the next one is asked. If none
     can, or those that do say that they do not reach this node while others cannot be asked, a private address is taken
-    for one that peers at public addresses do not reach.
+    for one that peers at public addresses do not reach. A peer that reaches this node only over libp2p may be behind a
+    firewall, or lie, so all are asked about an address that is not private.
     """
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 1):
         await asyncio.sleep(attempt)
-        failure = nowhere = ""
+        failure = nowhere = streamed = ""
         for peer in libp2p.joined:
             try:
                 where, reason = await find_way(libp2p, peer, address, ways)
@@ -213,12 +214,18 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
                 failure = str(error)
                 continue
             if where == STREAM:
-                log.warning("%s; until then they use links that this node keeps open", _unreachable(address, reason))
-            elif where not in ("", address):
-                log.info(UNTRIED if host_scope(peer.host) == "private" else TRIED, where)
-            if where:
+                streamed = _unreachable(address, reason)
+                if is_private(address):
+                    break
+            elif where:
+                if where != address:
+                    log.info(UNTRIED if host_scope(peer.host) == "private" else TRIED, where)
                 return where == address
-            nowhere = reason
+            else:
+                nowhere = reason
+        if streamed:
+            log.warning("%s; until then they use links that this node keeps open", streamed)
+            return False
     if nowhere and not failure:
         raise LocalError(_unreachable(address, nowhere))
     if failure:

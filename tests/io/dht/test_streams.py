@@ -507,6 +507,32 @@ def test_a_single_peer_that_denies_that_it_reaches_a_node_does_not_end_its_start
         starts(liar)
 
 
+@pytest.mark.parametrize(
+    ("address", "asked", "direct"),
+    [("8.8.4.4:9", 2, True), ("node.example:9", 2, True), ("192.168.1.2:9", 1, False)],
+)
+def test_a_node_that_one_joined_peer_reaches_is_not_behind_nat_because_another_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str, asked: int, direct: bool
+) -> None:
+    """That one may be behind a firewall that lets nothing out, or lie. It says that it reaches the node over libp2p."""
+
+    async def answer(_: object, peer: PeerId, place: str) -> str | None:
+        peers.append(peer)
+        if silent and peer == RELAYING:
+            raise Unreachable("gone")
+        return "shut" if place != "p2p" and peer == STRANGER else None
+
+    monkeypatch.setattr(join_handshake, "ask_dial_back", answer)
+    one, other = (JoinAddress("8.8.8.8", 4001, peer) for peer in (STRANGER, RELAYING))
+    ways = Mock(serve=AsyncMock(), through_router=AsyncMock(return_value=""))
+    for silent in (False, True):
+        peers = list[PeerId]()
+        libp2p = cast(Libp2pDaemon, Mock(joined=(one, other)))
+        assert virtual_time.run(check_reachable(libp2p, address, ways), limit_s=9.0) is (direct and not silent)
+        assert len({*peers}) == asked
+    assert caplog.text.count("until then they use links") == 2 - direct
+
+
 OUTSIDE, OWN = "11.1.1.12:5009", "192.168.1.2:9"
 
 
