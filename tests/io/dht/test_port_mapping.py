@@ -127,7 +127,10 @@ def test_a_router_without_a_public_address_is_of_no_use(monkeypatch: pytest.Monk
         asyncio.run(HomeRouter().map(5001))
 
 
-def test_no_port_beyond_the_last_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("first", "last"), [(5001, 5008), (65534, 65535)])
+def test_only_a_few_ports_are_asked_for_and_none_beyond_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, first: int, last: int
+) -> None:
     """miniupnpc takes 65536 for port 0, which stands for all ports."""
 
     def held(router: FoundRouter, outside: int, kind: str) -> tuple[str, int]:
@@ -136,8 +139,8 @@ def test_no_port_beyond_the_last_one_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(FoundRouter, "getspecificportmapping", held)
     monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", []))
-    with pytest.raises(Unreachable, match="use the router's ports 65534 to 65535"):
-        asyncio.run(HomeRouter().map(65534))
+    with pytest.raises(Unreachable, match=f"use the router's ports {first} to {last}"):
+        asyncio.run(HomeRouter().map(first))
 
 
 def test_after_a_change_of_the_local_address_ports_are_mapped_to_the_new_one(
@@ -204,6 +207,35 @@ def test_a_mapping_that_the_router_has_lost_does_not_keep_the_others(monkeypatch
 
     asyncio.run(scenario())
     assert asked == [5001, 5009]
+
+
+def test_mappings_that_could_not_be_renewed_are_removed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router did not answer for a moment, and has not lost them."""
+    searched, removed = list[FoundRouter](), list[int]()
+
+    def search() -> FoundRouter:
+        searched.append(FoundRouter("127.0.0.1", []))
+        return searched[-1]
+
+    def silent(*_: object) -> str:
+        raise Exception("timeout")
+
+    monkeypatch.setattr(FoundRouter, "deleteportmapping", lambda _, port, kind: removed.append(port), raising=False)
+    monkeypatch.setattr(port_mapping, "_router", search)
+
+    async def scenario() -> None:
+        router = HomeRouter()
+        await router.end()
+        assert not searched, "there is nothing to remove"
+        await router.map(5001)
+        with monkeypatch.context() as now:
+            now.setattr(FoundRouter, "externalipaddress", silent)
+            with pytest.raises(Unreachable, match="timeout"):
+                await router.renew()
+        await router.end()
+
+    asyncio.run(scenario())
+    assert (len(searched), removed) == (2, [5001])
 
 
 def test_no_mapping_is_left_by_a_renewal_that_the_end_of_the_node_cuts_short(monkeypatch: pytest.MonkeyPatch) -> None:
