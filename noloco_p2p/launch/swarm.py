@@ -189,7 +189,7 @@ class LocalSwarm:
             return None
         line = {"line": self._relay.link}
         try:
-            return line if self._cut_off else line | self._relay.counts()
+            return line | self._relay.counts()
         except LocalError as error:
             self._display.say(f"the traffic of each line is unknown: {error}")
             return line
@@ -230,18 +230,20 @@ class LocalSwarm:
             how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
             log = (f"  {line}" for line in self._failed.last_lines(LOG_LINES))
             complain(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", *log)
-        if self._signals and not completed:
+        if completed:
+            return 0
+        if self._signals:
             return 128 + self._signals[0]
         if self._failed is not None:
             return 2 if self._failed.exit_code == 2 else 1
         if self._cut_off:
             complain("error: the relay of --link died, so no node could reach another")
-        elif not completed and self._saved:
+        elif self._saved:
             complain("error: a node left before the end of the run; see the logs")
-        elif not completed:
+        else:
             why = "the last weights of a stage could not be saved; the logs of its nodes say why"
             complain(f"error: {why}: fix that, then start again with this --dir")
-        return 0 if completed and not self._cut_off else 1
+        return 1
 
 
 def run_swarm(

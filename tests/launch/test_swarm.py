@@ -390,24 +390,6 @@ def test_a_relay_that_dies_ends_the_swarm(tmp_path: Path) -> None:
     assert swarm.summary()["link"] == {"line": "100mbit,5ms"}
 
 
-def test_a_relay_that_dies_after_the_last_step_loses_only_its_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def start(swarm: LocalSwarm) -> None:
-        assert swarm._relay is not None
-        swarm._relay.start(swarm._nodes)
-        assert swarm._relay._process is not None
-        swarm._relay._process.kill()
-
-    monkeypatch.setattr(LocalSwarm, "_start", start)
-    monkeypatch.setattr(LocalSwarm, "_leave", lambda swarm: None)
-    plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
-    swarm = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], "100mbit,5ms")
-    swarm.run()
-    assert json.loads((tmp_path / "summary.json").read_text())["link"] == {"line": "100mbit,5ms"}
-    assert "the relay of --link 100mbit,5ms does not answer" in capsys.readouterr().out
-
-
 def test_a_folder_of_another_user_below_the_run_does_not_lose_its_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,6 +438,31 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "swarm.lock").touch()
     (tmp_path / "0-0" / "summary.json").write_text(json.dumps(ENDED))
     return tmp_path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, None])
+def test_a_relay_that_dies_after_the_last_step_loses_only_its_counts(
+    number: signal.Signals | None, ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A completed run ended with exit code 1, and said that no node could reach another."""
+
+    def start(swarm: LocalSwarm) -> bool:
+        assert swarm._relay is not None
+        swarm._relay.start(swarm._nodes)
+        assert swarm._relay._process is not None
+        swarm._relay._process.kill()
+        swarm._relay._process.wait()
+        return True
+
+    monkeypatch.setattr(LocalSwarm, "_start", start)
+    plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1", "checkpoint.every_steps=null"]), None)
+    signals = [] if number is None else [int(number)]
+    assert LocalSwarm(plan, ended, None, Display(8, plain=True), signals, "100mbit,5ms").run() == 130 * len(signals)
+    summary = json.loads((ended / "summary.json").read_text())
+    assert (summary["link"], summary["completed"]) == ({"line": "100mbit,5ms"}, number is None)
+    said = capsys.readouterr()
+    assert "the traffic of each line is unknown: the relay of --link 100mbit,5ms does not answer" in said.out
+    assert said.err == ""
 
 
 @pytest.mark.usefixtures("minds_signals")
