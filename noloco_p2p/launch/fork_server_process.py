@@ -31,6 +31,8 @@ class ForkedProcess:
         self.stdin = stdin
         """The write end of the pipe that is its standard input."""
         self.returncode: int | None = None
+        self.server_ended = False
+        """Whether it was killed here, because the server had died before it."""
         number = self._number()
         if number is None:
             raise BrokenPipeError("the fork server of the nodes has ended")
@@ -50,6 +52,7 @@ class ForkedProcess:
             self._server.settimeout(None)
             code = self._number()
             if code is None:
+                self.server_ended = True
                 self.kill_group()
             self.returncode = -signal.SIGKILL if code is None else code
             self._server.close()

@@ -69,6 +69,14 @@ class NodeProcess:
         return None if self._process is None else self._process.poll()
 
     @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self._process is not None and self._process.server_ended:
+            return "was killed, because the fork server of all nodes has ended"
+        code = self.exit_code or 0
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    @property
     def running(self) -> bool:
         """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None

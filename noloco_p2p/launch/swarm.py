@@ -226,10 +226,8 @@ class LocalSwarm:
     def _exit_code(self, completed: bool) -> int:
         """The exit code; standard error says what went wrong. A signal after the end of a completed run is too late."""
         if self._failed is not None:
-            code = self._failed.exit_code or 1
-            how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
             log = (f"  {line}" for line in self._failed.last_lines(LOG_LINES))
-            complain(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", *log)
+            complain(f"error: node {self._failed.name} {self._failed.ending}; the end of {self._failed.log}:", *log)
         if completed:
             return 0
         if self._signals:

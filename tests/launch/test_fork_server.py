@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -138,6 +139,24 @@ def test_nothing_is_left_when_the_server_or_the_launcher_is_killed(
     wait_until(lambda: not working_below(tmp_path), "the end of server and node")
     assert (tmp_path / "err").read_text() == ""
     assert (tmp_path / "out").read_text() == ("-9\n" if dies == "server" else "")
+
+
+@pytest.mark.parametrize("dies", ["server", "node"])
+def test_a_node_killed_with_the_server_is_not_taken_for_one_that_was_killed_itself(tmp_path: Path, dies: str) -> None:
+    """After the end of the fork server, noloco swarm said `node 0-0 was killed by signal 9`."""
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen("cat", stdin=subprocess.PIPE, start_new_session=True) as child, theirs:
+        assert child.stdin is not None
+        theirs.sendall(NUMBER.pack(child.pid))
+        node = NodeProcess(tmp_path, 0, 0)
+        node._process = ForkedProcess(ours, child.stdin)
+        assert node.running
+        if dies == "node":
+            theirs.sendall(NUMBER.pack(-signal.SIGKILL))
+        theirs.close()
+        assert node.exit_code == -signal.SIGKILL
+        why = " by signal 9" if dies == "node" else ", because the fork server of all nodes has ended"
+        assert node.ending == f"was killed{why}"
 
 
 def test_a_failing_import_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

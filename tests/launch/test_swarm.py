@@ -242,7 +242,10 @@ def test_a_node_that_failed_is_reported_even_if_somebody_then_stops_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ctrl-C while the other nodes finished their work left nothing but the exit code 130: no node, no reason."""
-    failed = SimpleNamespace(name="0-1", exit_code=1, log="run/0-1.log", last_lines=lambda count: ["no space left"])
+    ending = "ended with exit code 1"
+    failed = SimpleNamespace(
+        name="0-1", exit_code=1, ending=ending, log="run/0-1.log", last_lines=lambda count: ["no space left"]
+    )
     launcher = SimpleNamespace(_signals=[signal.SIGINT], _failed=failed, _cut_off=False)
     assert LocalSwarm._exit_code(cast(LocalSwarm, launcher), False) == 130
     assert capsys.readouterr().err == (
@@ -420,7 +423,8 @@ def test_a_disk_that_is_full_at_the_end_hides_neither_the_figures_nor_the_node_t
     monkeypatch.setattr(run_files, "store_unless_less", full)
     plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
     swarm = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], None)
-    swarm._failed = cast(Any, SimpleNamespace(name="0-0", exit_code=1, log="0-0.log", last_lines=lambda count: []))
+    monkeypatch.setattr(node_process.NodeProcess, "exit_code", 1)
+    swarm._must_end()
     with pytest.raises(LocalError, match="No space left"):
         swarm.run()
     said = capsys.readouterr()
