@@ -102,7 +102,7 @@ class LocalSwarm:
         summary |= {"link": traffic, "command": run_files.command("noloco")}
         for line in summary_lines(summary):
             self._display.say(line)
-        code = self._exit_code(bool(summary["completed"]))
+        code = self._exit_code(summary)
         stored = run_files.store_unless_less(self._path, summary)  # raises if the disk is full
         self._display.say(f"summary: {self._path}" if stored else "keeping the earlier summary, which is more complete")
         return code
@@ -223,12 +223,12 @@ class LocalSwarm:
         left = sum(not node.running for node in self._nodes)
         self._display.show(list(map(row, self._nodes)), [], f"{left} of {len(self._nodes)} nodes have left")
 
-    def _exit_code(self, completed: bool) -> int:
+    def _exit_code(self, summary: Mapping[str, Any]) -> int:
         """The exit code; standard error says what went wrong. A signal after the end of a completed run is too late."""
         if self._failed is not None:
             log = (f"  {line}" for line in self._failed.last_lines(LOG_LINES))
             complain(f"error: node {self._failed.name} {self._failed.ending}; the end of {self._failed.log}:", *log)
-        if completed:
+        if summary["completed"]:
             return 0
         if self._signals:
             return 128 + self._signals[0]
@@ -238,9 +238,12 @@ class LocalSwarm:
             complain("error: the relay of --link died, so no node could reach another")
         elif self._saved:
             complain("error: a node left before the end of the run; see the logs")
-        else:
+        elif summary["inner_steps"]:
             why = "the last weights of a stage could not be saved; the logs of its nodes say why"
             complain(f"error: {why}: fix that, then start again with this --dir")
+        else:
+            lost = "nobody has the weights of a stage any more: its checkpoints were deleted, or never saved"
+            complain(f"error: the run has ended, but {lost}; start another run in another --dir")
         return 1
 
 

@@ -247,7 +247,7 @@ def test_a_node_that_failed_is_reported_even_if_somebody_then_stops_the_others(
         name="0-1", exit_code=1, ending=ending, log="run/0-1.log", last_lines=lambda count: ["no space left"]
     )
     launcher = SimpleNamespace(_signals=[signal.SIGINT], _failed=failed, _cut_off=False)
-    assert LocalSwarm._exit_code(cast(LocalSwarm, launcher), False) == 130
+    assert LocalSwarm._exit_code(cast(LocalSwarm, launcher), {"completed": False}) == 130
     assert capsys.readouterr().err == (
         "error: node 0-1 ended with exit code 1; the end of run/0-1.log:\n  no space left\n"
     )
@@ -442,6 +442,18 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "swarm.lock").touch()
     (tmp_path / "0-0" / "summary.json").write_text(json.dumps(ENDED))
     return tmp_path
+
+
+@pytest.mark.parametrize("inner_steps", [0, 8])
+def test_a_run_that_has_ended_without_the_weights_of_a_stage_is_not_to_be_started_again(
+    inner_steps: int, ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the checkpoints of a stage were deleted, each start said to `fix that, then start again with this --dir`."""
+    (ended / "0-0" / "summary.json").write_text(json.dumps(ENDED | {"inner_steps": inner_steps}))
+    plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
+    assert LocalSwarm(plan, ended, None, Display(8, plain=True), [], None).run() == 1
+    assert ("start again with this --dir" in (said := capsys.readouterr().err)) == (inner_steps > 0)
+    assert ("nobody has the weights of a stage any more" in said) == (inner_steps == 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, None])
