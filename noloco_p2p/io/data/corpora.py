@@ -171,12 +171,12 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
     """A corpus of files, of which those with crc32(name) % HELD_OUT_EVERY == 0 are held out. Empty files do not count.
 
     If that would hold out no file or all of them, every HELD_OUT_EVERY-th piece is held out instead, starting with the
-    first. Raises ConfigError if there is too little data, LocalError if a file is not accessible.
+    first. Raises ConfigError if there is too little data, LocalError if a file cannot be read.
     """
-    try:
-        sizes = {name: path.stat().st_size for name, path in found.items()}
-    except OSError as error:
-        raise LocalError(f"cannot read {error.filename}: {error.strerror}") from error
+    sizes = {}
+    for name, path in found.items():
+        with failing_as_local_error(str(path)), path.open("rb") as file:
+            sizes[name] = file.seek(0, os.SEEK_END)
     length = max(PIECE_BYTES, -(-sum(sizes.values()) // MAX_PIECES))
     every = [(name, piece) for name in sorted(found) for piece in pieces(found[name], sizes[name], length)]
     chosen = [zlib.crc32(os.fsencode(name)) % HELD_OUT_EVERY == 0 for name, _ in every]

@@ -2,6 +2,7 @@
 
 import asyncio
 import bz2
+import errno
 import gzip
 import itertools
 import json
@@ -15,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -650,6 +652,22 @@ def test_a_cursor_of_other_data_is_refused(tmp_path: Path) -> None:
         make_batches(manifest("text"), config, "peer", cursor)
     with pytest.raises(ConfigError, match="damaged"):
         make_batches(manifest("text"), config, "peer", cursor | {"sample": "x"})
+
+
+def test_a_file_that_may_not_be_read_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node stopped when it came to the file, perhaps after hours."""
+    files, opened = write_text(tmp_path), Path.open
+    found = corpora.file_corpus(corpora.matching_files(files), tokenizers.BYTES)
+    closed = found.pieces[0].path
+
+    def refusing(path: Path, *given: Any) -> Any:
+        if path == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *given)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(LocalError, match=f"^{closed} cannot be read: Permission denied$"):
+        make_batches(manifest("text"), NodeConfig(data_files=files), "peer")
 
 
 def test_data_lost_after_the_start_fails_next_without_a_hang(tmp_path: Path) -> None:
