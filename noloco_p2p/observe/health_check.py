@@ -6,6 +6,7 @@ It runs every few seconds next to a node that needs the CPU, so nothing heavy is
 import http.client
 from contextlib import closing, suppress
 from pathlib import Path
+from threading import Thread
 from urllib.parse import urlsplit
 
 from noloco_p2p.errors import ConfigError
@@ -30,7 +31,13 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
         url = str(known.get("health") or known.get("metrics") or "")  # the first is the one on this machine
         if not url:
             return False, f"no node has written its address to {found}"
-    return _answer(_checked(url))
+    host, port = _checked(url)
+    answers = [(False, f"no node answers at http://{host}:{port}/health: timed out")]
+    # The connection's own limit begins again with each byte that arrives.
+    asking = Thread(target=lambda: answers.append(_answer((host, port))), daemon=True)
+    asking.start()
+    asking.join(ANSWER_S)
+    return answers[-1]
 
 
 def _checked(url: str) -> tuple[str, int]:

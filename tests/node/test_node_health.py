@@ -16,6 +16,7 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status, Wait
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.observe import health_check
 from noloco_p2p.observe.health_check import ask
 
 WELL = Status(Advert("12D3KooWme", "ab" * 32, 0, (), state="training"), "tiny", 2, 1000, 12)
@@ -155,3 +156,25 @@ def test_the_command(
     assert (done.returncode, line[: len(expected[1])]) == expected
     assert heavy == "[]"
     assert done.stderr == ""
+
+
+def test_an_answer_without_end_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A health check went on for as long as a byte came every few seconds."""
+    monkeypatch.setattr(health_check, "ANSWER_S", 0.5)
+    ended = threading.Event()
+
+    class Dripping(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Slow: ")
+            for _ in range(100):
+                if ended.wait(0.05):
+                    return
+                self.wfile.write(b".")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Dripping) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert ask(None, url, tmp_path) == (False, f"no node answers at {url}/health: timed out")
+        finally:
+            ended.set()
