@@ -19,7 +19,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import DEVICE_CLOSED, Device, Operation, Stage
 
-MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "alloc_failed")
 
 R = TypeVar("R")
 

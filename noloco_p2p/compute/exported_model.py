@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, model_family, replica_tensors
+from noloco_p2p.compute.device import as_local
 from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.compute.stage import IGNORED
@@ -155,7 +156,8 @@ class ExportedModel:
 
     @classmethod
     def load(cls, directory: Path, device: str = "auto") -> "ExportedModel":
-        """The model in `directory`, in float32. Raises ConfigError if there is none, or if a part of it is missing."""
+        """The model in `directory`, in float32. Raises ConfigError if there is none, or if a part of it is missing;
+        LocalError if it does not fit in memory."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         chosen = pick_device(device)
@@ -173,12 +175,12 @@ class ExportedModel:
                 use_safetensors=True,  # never a pickle
                 **_LOCAL,
             )
-        except (OSError, SafetensorError, *model_family.FOREIGN_ERRORS) as error:
-            raise ConfigError(
-                f"{directory} contains no model that can be loaded: {model_family.one_line(error)}"
-            ) from error
-        missing = sorted({*info["missing_keys"], *info["unexpected_keys"]})
-        if missing:
+        except (OSError, MemoryError, SafetensorError, *model_family.FOREIGN_ERRORS) as error:
+            if isinstance(as_local(error), LocalError):
+                raise LocalError(f"{directory}: not enough memory to load the model on {chosen}: free some") from error
+            reason = model_family.one_line(error)
+            raise ConfigError(f"{directory} contains no model that can be loaded: {reason}") from error
+        if missing := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
             raise ConfigError(f"{directory}: the weights do not fit config.json ({', '.join(missing[:3])})")
         return cls(causal.to(chosen).eval(), chosen)
 
@@ -264,9 +266,8 @@ def tokenizer_in(directory: Path) -> Any:
     try:
         return stored_tokenizer(directory, local=True)
     except (OSError, *model_family.FOREIGN_ERRORS) as error:
-        raise ConfigError(
-            f"{directory} contains no tokenizer that can be loaded: {model_family.one_line(error)}"
-        ) from error
+        reason = model_family.one_line(error)
+        raise ConfigError(f"{directory} contains no tokenizer that can be loaded: {reason}") from error
 
 
 def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:

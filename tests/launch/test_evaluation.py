@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import transformers
 from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
 from safetensors.torch import load_file, save_file
 from tokenizer_files import save_tokenizer
@@ -339,6 +340,28 @@ def test_a_directory_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"no model that can be loaded: .* expected int, got str"):
         generated(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        MemoryError("Cannot allocate memory (os error 12)"),
+        RuntimeError("unable to mmap 167008520 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 16777216 bytes."),
+    ],
+)
+def test_a_model_for_which_memory_is_lacking_is_not_taken_for_a_broken_one(
+    raised: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    manifest = small_run(stages=1)
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    out = exported(tmp_path, tmp_path / "out")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(LocalError, match=f"^{out}: not enough memory to load the model on cpu: free some$"):
+        ExportedModel.load(out, "cpu")
 
 
 def test_local_files_of_the_run_need_not_be_named_again(tmp_path: Path) -> None:
