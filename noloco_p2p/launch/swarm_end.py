@@ -44,7 +44,8 @@ def sample_lines(run_dir: Path) -> list[str]:
 
 def say_what_next(run_dir: Path, say: Callable[[str], None]) -> None:
     """Print the commands for a completed run, with its directory filled in; its model needs checkpoints."""
-    run, model, page = (shlex.quote(str(path)) for path in (run_dir, run_dir / "model", run_dir / "report.html"))
+    home = f"./{run_dir}" if str(run_dir).startswith("-") else str(run_dir)  # not to be taken for an option
+    run, model, page = map(shlex.quote, (home, f"{home}/model", f"{home}/report.html"))
     say(f"report    noloco report {run} --out {page}")
     if not any(run_dir.glob(TENSORS)):
         return

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from math import log
@@ -200,6 +201,22 @@ def test_only_possible_commands_are_suggested_next(tmp_path: Path) -> None:
     save_swarm(small_run(), tmp_path, [1, 1])
     say_what_next(tmp_path, said.append)
     assert [line.split()[0] for line in said[1:]] == ["report", "export", "generate"]
+
+
+@pytest.mark.parametrize("name", ["-x", "a b", "a\nb"])
+def test_the_commands_suggested_next_can_be_pasted_whatever_the_directory_is_called(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`noloco report -x` was refused: there is no option -x."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    said: list[str] = []
+    say_what_next(Path(name), said.append)
+    _, *words = shlex.split(said[0])
+    assert words[:2] == ["noloco", "report"]
+    assert words[3:] == ["--out", f"{words[2]}/report.html"]
+    assert not words[2].startswith("-")
+    assert Path(words[2]).samefile(name)
 
 
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
