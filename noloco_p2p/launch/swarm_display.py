@@ -34,6 +34,8 @@ STAGE_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
     "peers": min,
 }
 """How the line of a stage combines the figures of its nodes."""
+IN_ASCII = str.maketrans("━╌·", "=-|")
+"""What a terminal that lacks these characters shows: their escapes would be wider than the line."""
 MIN_BAR, MAX_BAR = 5, 40
 """Smallest and largest width of the progress bar, characters."""
 FROM_WIDTH = {"stage": 1 << 30, "outer round": 70, "peers": 70, "tokens/s": 46, "loss": 36, "inner step": 26}
@@ -128,6 +130,8 @@ class Display:
         if self._live is not None:
             width = self._live.console.width
             head = doing or self._progress.line(rows, width)
+            if self._live.console.options.ascii_only:
+                head = head.translate(IN_ASCII)
             above = [Text(head, no_wrap=True, overflow="ellipsis")] if head else []
             self._live.start()  # does nothing if it is already running
             self._live.update(Group(*above, _table(shown, width), *map(Text, notes)), refresh=True)

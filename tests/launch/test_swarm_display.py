@@ -140,6 +140,23 @@ def test_a_terminal_shows_one_table_in_place_below_what_was_said(monkeypatch: py
     assert "\x1b[?25h" in shown()
 
 
+def test_the_bar_has_no_escapes_on_a_terminal_that_lacks_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    screen = io.TextIOWrapper(written, encoding="ascii", errors="backslashreplace")
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    display = Display(1000, plain=False)
+    display.show(nodes(1, 2, step=230.0), [])
+    display.close()
+    screen.flush()
+    text = written.getvalue().decode()
+    assert "step 230/1,000 =====" in text
+    assert "- 23 % | 198k tok/s | loss " in text
+    assert "\\u" not in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("replicas", [2, 6, 7, 200])
 def test_the_display_fits_the_terminal(width: int, replicas: int, clock: Clock) -> None:
