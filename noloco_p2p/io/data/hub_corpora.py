@@ -24,9 +24,11 @@ from noloco_p2p.io.data.tokenizers import Tokenizer
 LAYOUTS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """File extension (without that of the compression) → the `datasets` reader for it. Everything else is read as text."""
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
-OPTIONS: Any = {"text": {"keep_linebreaks": True}, "csv": {"index_col": False}, "parquet": {"batch_size": 1_024}}
-"""Options of readers. Where the lines of a CSV file end with a comma, the first column would be taken for an index. The
-default `batch_size` is the number of rows in a file's first row group, which can be 0."""
+CSV = {"index_col": False, "converters": {"text": str}, "keep_default_na": False}
+"""Options of pandas. It would take the first column for an index where lines end with a comma, the text `NA` for one
+that is missing, and texts that are all digits for numbers."""
+OPTIONS: Any = {"text": {"keep_linebreaks": True}, "csv": CSV, "parquet": {"batch_size": 1_024}}
+"""Options of readers. The default `batch_size` is the number of rows in a file's first row group, which can be 0."""
 BLOCK_LINES = 1_024
 """Lines per document of compressed text, which can only be read from its start."""
 

@@ -104,8 +104,7 @@ class SampleStream:
             pass_number = place.pass_number
             if held < POOL_TOKENS and not ended:
                 continue
-            pool = _cut(documents, length)
-            if pool:
+            if pool := _cut(documents, length):
                 documents, held, empty_passes = [], 0, 0  # The pool has copied them.
                 yield pool, place
                 continue

@@ -351,6 +351,16 @@ def test_lines_of_csv_may_end_with_a_comma(tmp_path: Path) -> None:
     assert [bytes(document.ids[:-1].astype(np.uint8) - 3) for document in every] == [b"hello", b"world"]
 
 
+def test_text_of_csv_is_taken_literally(tmp_path: Path) -> None:
+    """`NA`, `null` and `None` were empty documents, and a file of numbers was refused: the text of a row is 7.0."""
+    texts = ["NA", "null", "None", "nan", "", "hello"]
+    (tmp_path / "words.csv").write_text("n,text\n" + "".join(f'NA,"{text}"\n' for text in texts))
+    (tmp_path / "numbers.csv").write_text("text,n\n007,1\n1e5,2\nTrue,\n")
+    for name, expected in (("words.csv", texts), ("numbers.csv", ["007", "1e5", "True"])):
+        every = hub_corpora.documents_of(tmp_path / name, tokenizers.BYTES)
+        assert [bytes(document.ids[:-1].astype(np.uint8) - 3).decode() for document in every] == expected
+
+
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\nhello\n")
     (tmp_path / "b.jsonl").write_text('{"text": "hello"}\n')
