@@ -190,15 +190,15 @@ def _of_json(files: list[str], columns: Sequence[str]) -> Iterator[Row]:
 
     for file in files:
         with LocalFileSystem().open(file, compression="infer") as unpacked, BufferedReader(unpacked) as opened:
-            first = opened.readline()
-            lines = [first + opened.read()] if first.lstrip().startswith(b"[") else chain([first], opened)
-            for number, line in enumerate(lines, 1):
+            is_array = opened.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")  # also after a byte order mark
+            lines = enumerate([opened.read()] if is_array else opened, 1)
+            for count, (number, line) in enumerate((n, line) for n, line in lines if line.strip()):
                 with corpora.failing_as_local_error(f"line {number} of {file}"):
-                    found = json.loads(line) if line.strip() else []
+                    found = json.loads(line)
                     for at, row in enumerate(found if isinstance(found, list) else [found]):
                         if not isinstance(row, dict):
                             raise ValueError(f"a row is {row!r:.60}")
-                        yield {name: row.get(name) if number + at > 1 else row[name] for name in columns}
+                        yield {name: row.get(name) if count + at else row[name] for name in columns}
 
 
 def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | None]:

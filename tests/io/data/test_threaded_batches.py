@@ -321,6 +321,15 @@ def test_rows_may_be_an_array(name: str, pack: Callable[[bytes], bytes], indent:
     ]
 
 
+@pytest.mark.parametrize("before", ["\ufeff", "\n\r\n", "\ufeff\n  "])
+def test_an_array_may_begin_after_a_byte_order_mark_or_empty_lines(before: str, tmp_path: Path) -> None:
+    """It said: line 1 of x.json cannot be read: Expecting value."""
+    rows = before + json.dumps([{"text": "a"}, {"text": "b"}], indent=1)
+    (tmp_path / "x.json").write_text(rows, encoding="utf-8", newline="")
+    every = hub_corpora.documents_of(tmp_path / "x.json", tokenizers.BYTES)
+    assert [bytes(document.ids[:-1].astype(np.uint8) - 3) for document in every] == [b"a", b"b"]
+
+
 def test_text_that_looks_like_a_date_is_text(tmp_path: Path) -> None:
     """It said: the text of a row is datetime.datetime(2020, 1, 1, 0, 0)."""
     (tmp_path / "x.jsonl").write_text('{"text": "2020-01-01T00:00:00"}\n' * 3)
@@ -628,6 +637,7 @@ def test_wrong_settings_are_reported_in_one_line(tmp_path: Path) -> None:
         ("x.jsonl", "", "it is empty|has 0 samples"),
         ("x.jsonl", '{"text": 7}\n', "is 7"),
         ("X.JSONL", '{"b": 7}\n', "Column name|no column 'text'"),
+        ("x.jsonl", '\n{"b": "c"}\n{"b": "d"}\n', "^line 2 of .*no column 'text'"),
     ],
 )
 def test_rows_without_text_are_reported(name: str, text: str, message: str, tmp_path: Path) -> None:
