@@ -132,16 +132,14 @@ def _whole(row: Row, column: str) -> NDArray[np.int64]:
 
 def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None, list[str]]:
     """The training stream; the validation stream, which is None if the data has no such part; local training files."""
-    if patterns:
-        found = sorted(corpora.matching_files(patterns).items())
-        train = [str(path) for name, path in found if "validation" not in Path(name).name]
-        held_out = [str(path) for name, path in found if "validation" in Path(name).name]
-        if not train:
-            raise ConfigError(f"only validation files match {', '.join(patterns)}")
-        return _local(train, columns), _local(held_out, columns) if held_out else None, train
-    if data.dataset is None:
-        raise ConfigError(f"data.kind '{data.kind}' needs data_files, or data.dataset for a data set on the hub")
-    return *_hub(data.dataset, data.subset, columns), []
+    if data.dataset is not None and not patterns:
+        return *_hub(data.dataset, data.subset, columns), []
+    found = sorted(corpora.matching_files(patterns).items())
+    train = [str(path) for name, path in found if "validation" not in Path(name).name]
+    held_out = [str(path) for name, path in found if "validation" in Path(name).name]
+    if not train:
+        raise ConfigError(f"only validation files match {', '.join(patterns)}")
+    return _local(train, columns), _local(held_out, columns) if held_out else None, train
 
 
 def _library() -> Any:

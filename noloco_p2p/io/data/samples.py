@@ -69,8 +69,9 @@ class SampleStream:
         wanted = self._manifest.evaluation.microbatches * size
         documents, held = [], 0
         for document in self._corpus.held_out():
-            documents.append(document)
-            held += len(document.ids) if document.mask is None else min(len(document.ids), length + 1)
+            if document.mask is None or document.mask[1 : length + 1].any():
+                documents.append(document)
+                held += len(document.ids) if document.mask is None else min(len(document.ids), length + 1)
             if held >= max(VALIDATION_TOKENS, 2 * wanted * length):
                 break
         pool = _cut(documents, length)

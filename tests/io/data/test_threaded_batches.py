@@ -527,6 +527,26 @@ def test_held_out_samples_are_drawn_from_more_than_are_needed() -> None:
     assert max(rows) >= 12
 
 
+@pytest.mark.parametrize("length", [17, 400])
+def test_rows_without_a_target_do_not_count_as_held_out_samples(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens seemed to be enough, and a run was refused or evaluated on fewer rows than it asks for."""
+    read: list[int] = []
+
+    class HeldOut(Counting):
+        def held_out(self) -> Iterator[corpora.TokenizedDocument]:
+            for row in range(1_000):
+                read.append(row)
+                mask = np.full(length, row % 10 == 9, np.uint8)
+                yield corpora.TokenizedDocument(np.full(length, row, np.int32), mask)
+
+    monkeypatch.setattr(samples, "VALIDATION_TOKENS", 1)
+    stream = samples.SampleStream(HeldOut(1.0), manifest("parquet"), "peer")
+    rows = {int(row) for batch in stream.validation() for row in array(batch.inputs)[:, 0]}
+    assert len(rows) == 6
+    assert {row % 10 for row in rows} == {9}
+    assert 110 <= len(read) <= 130, "they are drawn from twice as many"
+
+
 @pytest.mark.parametrize("rows", [2, 3])
 def test_one_held_out_microbatch_is_enough(rows: int) -> None:
     class HeldOut(Counting):
@@ -618,7 +638,7 @@ def test_wrong_settings_are_reported_in_one_line(tmp_path: Path) -> None:
         (manifest("text"), NodeConfig(data_files=(glob,)), "no data file matches .*nothing-"),
         (manifest("text"), NodeConfig(data_files=(str(tmp_path),)), "a directory: name its files, for example .*/\\*"),
         (manifest("text"), NodeConfig(), "needs data_files"),
-        (manifest("c4"), NodeConfig(), "needs data_files, or data.dataset"),
+        (manifest("c4"), NodeConfig(), "needs data_files .*, or data.dataset"),
         (manifest("stdlib"), NodeConfig(data_files=(glob,)), "set data.kind: text"),
         (manifest("stdlib", data={"dataset": "allenai/c4"}), NodeConfig(), "use c4 or parquet"),
         (manifest("stdlib", model={"config": {"vocab_size": 300}}), NodeConfig(), "384 ids, the model's .* 300"),
