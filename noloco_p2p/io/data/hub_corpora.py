@@ -88,7 +88,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[Row], TokenizedDocument]:
         text = row["text"] or ""
         if not isinstance(text, str):
             raise ValueError(f"the text of a row is {text!r:.60}")
-        return TokenizedDocument(np.append(tokenizer.encode(text.encode()), np.int32(tokenizer.eos)))
+        return TokenizedDocument(np.append(tokenizer.encode(text.encode(errors="ignore")), np.int32(tokenizer.eos)))
 
     return encode
 

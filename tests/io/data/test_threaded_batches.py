@@ -353,6 +353,13 @@ def test_a_line_that_is_no_row_is_named(line: str, message: str, tmp_path: Path)
         list(hub_corpora.documents_of(path, tokenizers.BYTES))
 
 
+def test_half_of_a_surrogate_pair_is_dropped(tmp_path: Path) -> None:
+    """JSON can escape one, as where an emoji was cut in two. It said: 'utf-8' codec can't encode character."""
+    (tmp_path / "x.jsonl").write_text('{"text": "cut\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n')
+    every = hub_corpora.documents_of(tmp_path / "x.jsonl", tokenizers.BYTES)
+    assert [bytes(document.ids[:-1].astype(np.uint8) - 3).decode() for document in every] == ["cut", "😀"]
+
+
 def test_lines_of_csv_may_end_with_a_comma(tmp_path: Path) -> None:
     """Then the first column was taken for the rows' names, and the second one for the text."""
     (tmp_path / "x.csv").write_text("text,source\nhello,web,\nworld,book,\n")
