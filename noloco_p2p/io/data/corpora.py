@@ -85,7 +85,7 @@ def failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
         raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
     except KeyError as error:
         raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
-    except _UNREAD as error:
+    except (*_UNREAD, OverflowError) as error:  # numpy raises OverflowError for a number that is too large
         reason = getattr(error, "strerror", None) or first_line(getattr(error, "msg", error))
         raise LocalError(f"{what} cannot be {outcome}: {reason}") from error
 

@@ -746,6 +746,15 @@ def test_parquet_with_unsuitable_columns_is_refused(
         make_batches(manifest("parquet"), NodeConfig(data_files=(str(tmp_path / "x.parquet"),)), "peer")
 
 
+@pytest.mark.parametrize("column", ["input_ids", "attention_mask"])
+def test_a_row_with_an_enormous_number_is_refused(column: str, tmp_path: Path) -> None:
+    """It ended the node with a traceback: OverflowError, int too large to convert to float."""
+    rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}] * 9
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, [*rows, rows[0] | {column: [1, 10**400]}])))
+    with pytest.raises(LocalError, match="cannot be read: int too large to convert to float"):
+        make_batches(manifest("parquet"), NodeConfig(data_files=(str(tmp_path / "x.jsonl"),)), "peer")
+
+
 def test_of_rows_longer_than_a_sample_as_many_are_held_out_as_the_run_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
