@@ -1,6 +1,7 @@
 """The size of a graph, how many fit in memory, and graphs that are rebuilt from their input."""
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ def test_each_storage_counts_once_and_parameters_do_not() -> None:
     assert saved.nbytes == x.nbytes + y.nbytes
     [grad] = torch.autograd.grad(z.sum(), [x])
     assert torch.allclose(grad, (2 * y * y).detach() @ weight.detach().T)
+
+
+def test_a_graph_that_was_measured_is_freed_with_its_output() -> None:
+    """The garbage collector does not see the references of autograd, so a cycle of them would stay."""
+    with torch.autograd.graph.saved_tensors_hooks(SavedTensors([]).add, lambda tensor: tensor):
+        y = torch.ones(4, requires_grad=True).exp()  # saves its own output
+    output = weakref.ref(y)
+    del y
+    assert output() is None
 
 
 class Clock:

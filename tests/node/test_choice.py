@@ -13,6 +13,7 @@ from noloco_p2p.core.line_rate import FAR_S, MeasuredLine, Sending
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.routing import StepView
 from noloco_p2p.core.trials import Trials
+from noloco_p2p.errors import Declined
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.choice import FAILED_AGAIN_S, UNSERVED_S, Attempts, Choice, ReplicaChoice
 from noloco_p2p.node.state import NodeState
@@ -263,6 +264,17 @@ def test_evaluations_go_to_all_in_a_fixed_order_and_past_those_that_failed() -> 
     assert name(asked(3)) == order[3], "all are set aside"
     chooser.gone = {*order}
     assert asked(0).replicas == []
+
+
+def test_while_the_replicas_that_have_failed_least_are_busy_the_others_are_asked() -> None:
+    """None has served anything yet, as at the beginning of a run."""
+    chooser, names = Chooser(), sorted(ROUND_TRIPS_S)
+    for peer in names[2:]:
+        with pytest.raises(Declined), chooser.trials.call(peer):
+            raise Declined("not yet")
+    assert {*chooser.pair(0, 0)} == {*names[:2]}
+    assert {*chooser.pair(0, 0, busy=tuple(names[:2]))} <= {*names[2:]}
+    assert len(chooser.pair(0, 0, busy=tuple(names[:2]))) == 2
 
 
 def test_a_busy_replica_that_a_policy_names_is_asked_as_often_after_a_long_wait() -> None:

@@ -12,7 +12,7 @@ from simulated_parts import linear_stage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core import gradient_pairs, members
 from noloco_p2p.core.intake import AttemptKey
-from noloco_p2p.core.messages import Advert, Batch, Gradient, HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.messages import MAX_AVOIDED, Advert, Batch, Gradient, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.routing import StepView
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.node.membership import Membership
@@ -124,11 +124,26 @@ def test_data_are_repeated_only_where_a_comparison_shows_who_is_wrong(
             return 0
         for peer in ("s1r0", "s1r2"):
             done = Contribution(None, 0.0, 0, True, finite=peer == "s1r0")
-            reply = Gradient(microbatch, nothing, 0.0, 0, (peer, "further"), True)
+            reply = Gradient(microbatch, nothing, 0.0, 0, ("own name", "further", "made up"), True)
             await audit.ended(twins, microbatch, StageResult(done, peer, reply))
+        assert [one.route for one in twins.replies] == [("s1r0", "further")], "as many as there are stages"
         return len(twins.replies)
 
     assert virtual_time.run(main()) == repeats, "one that was not finite is not compared"
+
+
+def test_no_more_replicas_are_to_be_avoided_than_a_message_may_name() -> None:
+    """Peers refuse a microbatch that names more."""
+    state = run().nodes["s0r0"].node.state
+    swarm, names = Membership(state), [f"s2r{number}" for number in range(MAX_AVOIDED + 3)]
+    swarm.members.update([Advert(peer, state.run_id, 2, ()) for peer in names], now=0.0)
+    for peer in names:
+        swarm.members.distrust(peer, now=0.0)
+
+    async def main() -> tuple[PeerId, ...]:
+        return GradientAudit(state, swarm, secret=1).avoided()
+
+    assert virtual_time.run(main()) == tuple(names[3:]), "those found last"
 
 
 def test_without_a_secret_everything_goes_out_once() -> None:
@@ -140,8 +155,9 @@ def test_a_liar_further_on_is_found_and_left_out_for_the_origins_that_know_it() 
     """The replicas before it no longer choose it for microbatches of this origin, and are not blamed for it."""
     outcome = run(("s2r0",), (1, 5, 5))
     assert set_aside(outcome) == {"s0r0": {"s2r0"}}
-    last = max(event.at_s for event in outcome.trace.of("distrusted"))
-    served = {peer: [e for e in outcome.trace.of("microbatch", peer) if e.at_s > last + 1] for peer in outcome.nodes}
+    [found] = outcome.trace.of("distrusted")
+    after = found.at_s + 1
+    served = {peer: [e for e in outcome.trace.of("microbatch", peer) if e.at_s > after] for peer in outcome.nodes}
     assert not served["s2r0"]
     assert all(served[f"s2r{other}"] for other in range(1, 5))
 
