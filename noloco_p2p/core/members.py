@@ -220,8 +220,9 @@ class Members:
         return {p: one.count for p, one in self._failures.items() if one.aside_until <= now and p not in self.met}
 
     def distrust(self, peer: PeerId, *, now: float, for_s: float | None = None) -> None:
-        """Set a peer aside `for_s` seconds, or DISTRUSTED_S, whatever it answers."""
-        self._distrusted = {**self.distrusted(now), peer: now + (for_s or DISTRUSTED_S)}
+        """Set a peer aside `for_s` seconds, or DISTRUSTED_S, whatever it answers; or longer, if it already is."""
+        until = max(now + (for_s or DISTRUSTED_S), self._distrusted.get(peer, 0.0))
+        self._distrusted = {**self.distrusted(now), peer: until}
 
     def distrusted(self, now: float) -> dict[PeerId, float]:
         """The peers that are distrusted now, and until when."""

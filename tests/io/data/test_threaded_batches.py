@@ -377,6 +377,22 @@ def test_text_of_csv_is_taken_literally(tmp_path: Path) -> None:
         assert [bytes(document.ids[:-1].astype(np.uint8) - 3).decode() for document in every] == expected
 
 
+@pytest.mark.parametrize(("files", "share"), [(corpora.FEW_UNITS - 1, corpora.THIN_SHARE), (corpora.FEW_UNITS, 1.0)])
+def test_replicas_take_only_some_rows_of_each_pass_where_there_are_few_files(
+    files: int, share: float, tmp_path: Path
+) -> None:
+    for number in range(files):
+        (tmp_path / f"{number:02}.jsonl").write_text('{"text": "a"}\n')
+    corpus = hub_corpora.text_corpus(manifest("text").data, (f"{tmp_path}/*",), tokenizers.BYTES)
+    assert (corpus.units, corpus.share) == (files, share)
+
+
+def test_data_that_is_all_held_out_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c4-validation.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match=r"^only validation files match .*/\*\.jsonl$"):
+        make_batches(manifest("c4"), NodeConfig(data_files=(f"{tmp_path}/*.jsonl",)), "peer")
+
+
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\nhello\n")
     (tmp_path / "b.jsonl").write_text('{"text": "hello"}\n')
