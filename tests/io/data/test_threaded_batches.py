@@ -666,6 +666,7 @@ def test_wrong_settings_are_reported_in_one_line(tmp_path: Path) -> None:
         (manifest("stdlib", data={"dataset": "allenai/c4"}), NodeConfig(), "use c4 or parquet"),
         (manifest("stdlib", model={"config": {"vocab_size": 300}}), NodeConfig(), "384 ids, the model's .* 300"),
         (manifest("stdlib", model={"config": {}}), NodeConfig(), "vocab_size must be set"),
+        (manifest("stdlib", model={"config": {"vocab_size": True}}), NodeConfig(), "vocab_size must be set"),
         (manifest("stdlib"), NodeConfig(tokenizer_dir="x"), "tokenizer_dir is set"),
     ]
     for settings, config, message in cases:
@@ -924,6 +925,7 @@ def test_a_named_data_set_is_streamed_with_its_own_validation_split(tmp_path: Pa
         lines = [json.dumps({"text": f"{split} {i} " * 9}) for i in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
     train, validation = hub_corpora._hub(str(tmp_path), None, ["text"])
+    assert isinstance(train, datasets.IterableDataset), "it is not downloaded"
     assert {row["text"].split()[0] for row in train} == {"train"}
     assert validation is not None
     assert [row["text"].split()[:2] for row in validation] == [["validation", str(i)] for i in range(20)]
