@@ -235,6 +235,13 @@ def test_a_file_that_two_globs_match_is_read_once(tmp_path: Path) -> None:
     assert sorted(found) == ["sub/x.txt", "sub/y.txt", "x.txt"]
 
 
+def test_a_file_that_a_glob_also_matches_through_a_link_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "real/x.txt").touch()
+    assert [*corpora.matching_files((f"{tmp_path}/real/*.txt", f"{tmp_path}/link/*.txt"))] == ["x.txt"]
+
+
 def test_a_file_may_be_named_like_a_glob(tmp_path: Path) -> None:
     (tmp_path / "[v1]").mkdir()
     path = tmp_path / "[v1]" / "a?.txt"
@@ -653,6 +660,18 @@ def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*[^: ]$"):  # not only the beginning of a list
         tokenizers.load_tokenizer("some/name", str(tmp_path / "bare"), 384)
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path: Path) -> None:
+    """The manifest names the tokenizer, and comes from strangers."""
+    directory = Path(save_tokenizer(tmp_path / "made", {"<eos>": 0}))
+    found = json.loads((directory / "tokenizer_config.json").read_text())
+    found |= {"auto_map": {"AutoTokenizer": [None, "code.Made"]}, "tokenizer_class": "Made"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(found))
+    (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Made: pass\n")
+    with pytest.raises(ConfigError):
+        tokenizers.load_tokenizer("some/name", str(directory), 384)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_wrong_settings_are_reported_in_one_line(tmp_path: Path) -> None:
