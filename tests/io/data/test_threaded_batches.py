@@ -662,6 +662,27 @@ def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
         tokenizers.load_tokenizer("some/name", str(tmp_path / "bare"), 384)
 
 
+def test_ids_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    """The end of text may be beyond the vocabulary, as in Llama 3, and so may words that were added."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    first = {"<eos>": 0} | {letter: i + 1 for letter, i in letters.items()}
+    for name, words in (("last", letters), ("first", first)):
+        directory = save_tokenizer(tmp_path / name, words)
+        assert tokenizers.load_tokenizer("some/name", directory, 257).eos == (256 if name == "last" else 0)
+        with pytest.raises(ConfigError, match="has 257 ids, the model's vocab_size is 256"):
+            tokenizers.load_tokenizer("some/name", directory, 256)
+    made = AutoTokenizer.from_pretrained(directory)
+    made.add_tokens(["word"])
+    made.save_pretrained(tmp_path / "more")
+    encode = tokenizers.load_tokenizer("some/name", str(tmp_path / "more"), 258).encode
+    assert len(encode(b"wor d")) == 5
+    with pytest.raises(ValueError, match=r"^the tokenizer returned id 258, but the model's vocab_size is 258$"):
+        encode(b"a word")
+
+
 def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path: Path) -> None:
     """The manifest names the tokenizer, and comes from strangers."""
     directory = Path(save_tokenizer(tmp_path / "made", {"<eos>": 0}))
