@@ -403,8 +403,10 @@ def test_data_that_is_all_held_out_is_refused(tmp_path: Path) -> None:
 def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\nhello\n")
     (tmp_path / "b.jsonl").write_text('{"text": "hello"}\n')
-    with pytest.raises(ConfigError, match=r"several kinds \(csv, json\)"):
-        make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "*"),)), "peer")
+    (tmp_path / "c.txt").write_text("hello")
+    for pattern, kinds in (("[ab].*", "csv, json"), ("[bc].*", "json, text")):
+        with pytest.raises(ConfigError, match=rf"several kinds \({kinds}\)"):
+            make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / pattern),)), "peer")
 
 
 def test_the_standard_library_is_read_whole_without_its_tests() -> None:
