@@ -25,7 +25,8 @@ CHUNK, END = 0x0A, 0x12
 """Tags of the two kinds of Frame."""
 TENSOR, OFFSET, LENGTH, DATA, DIGEST = 0x08, 0x10, 0x10, 0x1A, 0x19
 """Tags of the fields of Chunk and End."""
-DIGEST_BYTES = 8
+DIGEST_BYTES, VARINT_BYTES = 8, 10
+"""The length of a digest, and the longest of a number of 64 bits (see `varint`)."""
 FILLERS = {nbytes: pb.Reply(filler=pb.Filler(data=bytes(nbytes))).SerializeToString() for nbytes in FILLER_BYTES}
 """Messages of filler (`filler`) that may precede a reply, by how much filler they have."""
 HEAD_BYTES = {"ActivationMessage": 1 << 14, "Reply": 1 << 18}
@@ -118,20 +119,14 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
     """The number at `at`, and the position after it. Raises IndexError if it is cut off or has more than 64 bits."""
-    value = raw[at]
-    at += 1
-    if value < 128:
-        return value, at
-    value, shift = value & 127, 7
-    while True:
+    value = 0
+    for shift in range(0, 7 * VARINT_BYTES, 7):
         byte = raw[at]
         at += 1
         value |= (byte & 127) << shift
-        shift += 7
-        if value >> 64 or shift > 70:
-            raise IndexError
-        if byte < 128:
+        if byte < 128 and not value >> 64:
             return value, at
+    raise IndexError
 
 
 def _read_size(raw: bytes, at: int, within: int) -> tuple[int, int]:
