@@ -15,11 +15,7 @@ async def probe(address: str, peer_id: PeerId, links: Links, timeout_s: float, r
     """Check that node `peer_id` of our run answers at `address` (see `Advert`). Returns None, or the reason why not."""
     try:
         dialled = await target(links, address, peer_id)
-        channel = links.channel(dialled, peer_id, OPTIONS, role)
-    except PeerError as error:
-        return str(error)
-    try:
-        async with asyncio.timeout(timeout_s):
+        async with links.channel(dialled, peer_id, OPTIONS, role) as channel, asyncio.timeout(timeout_s):
             if (reason := await connect(channel, timeout_s)) is not None:
                 return reason
             give_up_at = asyncio.get_running_loop().time() + timeout_s
@@ -29,6 +25,4 @@ async def probe(address: str, peer_id: PeerId, links: Links, timeout_s: float, r
         return f"no answer within {timeout_s:g} s"
     except PeerError as error:
         return str(error)
-    finally:
-        await channel.close()
     return None
