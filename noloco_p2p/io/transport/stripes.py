@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc.aio
 from google.protobuf.message import DecodeError
@@ -211,23 +212,18 @@ class StripedCalls:
 
     def __init__(self) -> None:
         self._known: dict[tuple[PeerId, int], tuple[Stripes, Callable[[Any], Duplex]]] = {}
-        self._waiting: dict[tuple[PeerId, int], set[asyncio.Future[None]]] = {}
-        """Stripes that arrived before the header."""
+        self._waiting = WeakValueDictionary[tuple[PeerId, int], asyncio.Event]()
+        """Set when the header arrives for which stripes are waiting."""
 
     async def of(self, caller: PeerId, raw: bytes) -> tuple[Stripes, Callable[[Any], Duplex]] | None:
         """The `Stripes` that a call beginning with message `raw` belongs to, and a function that returns the call's
         `Duplex`; None if no header arrives within HEADER_S. Raises Violation."""
         key = caller, from_stripe(raw)
         if key[1] and key not in self._known:
-            came = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(key, set()).add(came)
-            try:
-                await asyncio.wait([came], timeout=HEADER_S)
-            finally:
-                waiting = self._waiting.get(key, set())
-                waiting.discard(came)
-                if not waiting:
-                    self._waiting.pop(key, None)
+            came = self._waiting.setdefault(key, asyncio.Event())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEADER_S):
+                    await came.wait()
         return self._known.get(key)
 
     @contextmanager
@@ -241,8 +237,8 @@ class StripedCalls:
             raise Violation("two bodies have the same number")
         if number:
             self._known[key] = stripes, duplex_of
-            for came in self._waiting.pop(key, ()):
-                came.set_result(None)
+            if (came := self._waiting.pop(key, None)) is not None:
+                came.set()
         try:
             yield stripes
         finally:
