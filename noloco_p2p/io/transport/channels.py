@@ -115,7 +115,7 @@ class Turns:
             yield
 
     @asynccontextmanager
-    async def at_once(self, peer: PeerId, begins: Callable[[], object]) -> AsyncIterator[None]:
+    async def at_once(self, peer: PeerId, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
         """The turn of a body that does not wait for others; calls `begins`."""
         begins()
         self._line.leaves(peer)

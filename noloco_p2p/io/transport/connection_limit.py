@@ -9,8 +9,8 @@ import os
 import resource
 import socket
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 
 from noloco_p2p.io.dht.reach import MAPPED, host_of, joined
 from noloco_p2p.io.transport.allocator import give_back_freed
@@ -112,14 +112,11 @@ def _end(end: End, number: int) -> None:
             one.shutdown(socket.SHUT_RDWR)
 
 
-@contextmanager
-def _copied(number: int) -> Iterator[socket.socket]:
+def _copied(number: int) -> socket.socket:
     """A copy of the socket behind a descriptor, which gRPC may close at any time. Raises OSError if it is not one."""
     copy = os.dup(number)
     try:
-        one = socket.socket(fileno=copy)
+        return socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
-    with one:
-        yield one

@@ -14,7 +14,7 @@ from noloco_p2p.errors import PeerError
 from noloco_p2p.io.dht.streams import cancelled
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OwnersLine
-from noloco_p2p.io.transport.channels import PeerChannel
+from noloco_p2p.io.transport.channels import PeerChannel, Turns
 
 WARM_S = 5.0
 """Longest wait for a connection to accept its filler, seconds. Later it would be of no use."""
@@ -28,6 +28,7 @@ class Warming:
     def __init__(self, line: OwnersLine, calling: Calling, describe: Callable[[Advert], Awaitable[object]]) -> None:
         """`describe` sends a peer a short request, which measures the round trip to it."""
         self._charge, self._line = line.charge, line.measured
+        self._turns = Turns(line.measured)
         self._calling = calling
         self._describe = describe
         self._under_way: dict[PeerId, asyncio.Task[None]] = {}
@@ -54,11 +55,8 @@ class Warming:
             async with self._calling(peer, "connection", WARM_S, control=True) as (channel, _):
                 connections = channel.at_most(line.connections(id, nbytes))
             if each := filler():
-                line.leaves(id)
-                try:
+                async with self._turns.at_once(id):
                     await asyncio.gather(*(self._fill(peer, part, each) for part in range(1, connections + 1)))
-                finally:
-                    line.has_left(id, asyncio.get_running_loop().time())
 
     async def _fill(self, peer: Advert, part: int, nbytes: int) -> None:
         with suppress(PeerError):
