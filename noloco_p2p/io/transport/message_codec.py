@@ -5,7 +5,7 @@ without the tensors' bytes. Shape legend: B microbatch, T sequence, D hidden siz
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from math import isfinite, prod
 from typing import TypeVar
 
@@ -119,10 +119,8 @@ def feed(into: wire.Assembler, frames: Iterable[wire.Frame]) -> None:
 
 def streamed(head: Streamed, stream: Iterable[wire.Frame], message_bytes: int, *, head_alone: bool) -> Iterator[bytes]:
     """The messages of a header and the tensors after it. With `head_alone` the header gets its own message."""
-    if head_alone:
-        yield packed(head, ())
-        head = type(head)()
-    for group in wire.group_frames(stream, message_bytes):
+    alone: list[list[wire.Frame]] = [[]] if head_alone else []
+    for group in chain(alone, wire.group_frames(stream, message_bytes)):
         yield packed(head, group)
         head = type(head)()
 

@@ -6,8 +6,8 @@ hold and how long this node waits for them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -160,8 +160,7 @@ class GrpcServicer:
 
     async def fetch_snapshot(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         """Answer FetchSnapshot: send a snapshot."""
-
-        async def give() -> None:
+        async with self._refusing(pb.SnapshotMessage, Patience(), context):
             request = pb.SnapshotRequest.FromString(await slow_transfers.read_request(context))
             self._line.charge(sent=0, received=request.ByteSize())
             caller, handler = self._admit(claimed, context, observers=True)
@@ -171,13 +170,10 @@ class GrpcServicer:
             parts = partial(weights_codec.to_snapshot, snapshot), wanted.kind, snapshot.nbytes
             await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
 
-        await self._give(give, pb.SnapshotMessage, Patience(), context)
-
     async def fetch_state(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         """Answer FetchState: send this replica's state, or the rest of it."""
         patience = Patience(slow_transfers.STATE_RESERVE_S)
-
-        async def give() -> None:
+        async with self._refusing(pb.StateMessage, patience, context):
             request = pb.StateRequest.FromString(await slow_transfers.read_request(context))
             resume = request.resume
             caller, handler = self._admit(claimed, context)
@@ -188,14 +184,11 @@ class GrpcServicer:
                 writing = partial(patience.writing, least_bytes_per_s=least_rate(size, TRANSFER_DEADLINE_S))
                 await self._send_weights(context, caller, request.stripe, parts, writing)
 
-        await self._give(give, pb.StateMessage, patience, context)
-
-    async def _give(
-        self, give: Callable[[], Awaitable[None]], kind: type[ReplyMessage], patience: Patience, context: Any
-    ) -> None:
-        """Send weights with `give`, and report errors to the caller."""
+    @asynccontextmanager
+    async def _refusing(self, kind: type[ReplyMessage], patience: Patience, context: Any) -> AsyncIterator[None]:
+        """Within the context weights are sent; its errors are reported to the caller."""
         try:
-            await give()
+            yield
         except (Unread, Unreachable):
             raise
         except NolocoError as error:

@@ -762,7 +762,8 @@ def test_a_lost_connection_is_not_reported_as_a_bug() -> None:
 
     async def scenario() -> None:
         await callers.refuse(write, pb.Reply, Busy("no place"))
-        await GrpcServicer._give(cast(GrpcServicer, None), write, pb.SnapshotMessage, Patience(), None)
+        async with GrpcServicer._refusing(cast(GrpcServicer, None), pb.SnapshotMessage, Patience(), None):
+            await write()
 
     run(scenario())
     assert tried == ["write", "write"], "each once: the error ends the attempt, and goes no further"
