@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_p2p.core.members import STATES
@@ -48,6 +49,10 @@ _CONTEXT = b"noloco advert 1\x00"
 _CHECKED_LIMIT = 16_384
 """How many results of checks are remembered, because every reading brings the same records again. They are remembered
 by digest, because records are large, and most of those remembered have expired."""
+
+packed_bytes: Callable[[bytes], bytes] = msgpack.packb
+packed_text: Callable[[str], bytes] = msgpack.packb
+"""The shortest forms in which hivemind stores a value and a subkey."""
 
 Text = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]
 Texts = Annotated[tuple[Text, ...], Field(max_length=ADDRESSES_LIMIT)]
@@ -187,26 +192,14 @@ def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:
     return [newest[peer_id] for peer_id in sorted(newest)]
 
 
-def libp2p_addresses(record: AdvertRecord) -> list[JoinAddress]:
-    """Where a peer says that its daemon is, without addresses that are malformed or name another peer."""
-    addresses = []
+def libp2p_address(record: AdvertRecord) -> JoinAddress | None:
+    """Where a peer says that its daemon is: the first address that is well formed and does not name another peer."""
     for text in record.libp2p:
         with contextlib.suppress(ConfigError):
             address = JoinAddress.parse(text)
             if address.peer_id == record.advert.peer_id:
-                addresses.append(address)
-    return addresses
-
-
-def packed_bytes(data: bytes) -> bytes:
-    """msgpack's shortest form of a byte string, in which hivemind stores a value."""
-    head = b"\xc4" + struct.pack(">B", len(data)) if len(data) < 256 else b"\xc5" + struct.pack(">H", len(data))
-    return head + data
-
-
-def packed_text(text: str) -> bytes:
-    """msgpack's form of an ASCII string of 32 to 255 characters, in which hivemind stores a subkey."""
-    return b"\xd9" + struct.pack(">B", len(text)) + text.encode("ascii")
+                return address
+    return None
 
 
 @dataclass(eq=False)

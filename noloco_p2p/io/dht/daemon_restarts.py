@@ -37,7 +37,11 @@ async def keep(
             if starts:
                 starts = 0
                 trouble(None)
-            silent = 0 if await _answers(libp2p) else silent + 1
+            try:
+                await libp2p.links()
+                silent = 0
+            except LocalError:
+                silent += 1
             if silent == SILENCES:
                 log.warning("the libp2p daemon does not answer: killing it")
                 p2p_daemon.kill(libp2p.p2p)
@@ -54,14 +58,6 @@ async def keep(
             cut_off = await restart()
         memory = f"out of memory? Its limit is {p2p_daemon.MEMORY_BYTES >> 30} GiB"
         trouble(f"{died}; {_restarted(starts)}: find out what kills it ({memory}; see also dmesg)")
-
-
-async def _answers(libp2p: Libp2pDaemon) -> bool:
-    try:
-        await libp2p.links()
-    except LocalError:
-        return False
-    return True
 
 
 def _restarted(starts: int) -> str:

@@ -128,8 +128,8 @@ class HivemindDirectory:
             read += [record async for record in in_turns(living)]
         records = adverts.newest_of_each(read)
         self._seen = frozenset(record.advert.peer_id for record in records)
-        daemons = [one async for record in in_turns(records) for one in adverts.libp2p_addresses(record)[:1]]
-        met = await self._libp2p.reach.joins(one for one in daemons if one.peer_id != self._libp2p.peer_id)
+        daemons = [adverts.libp2p_address(record) async for record in in_turns(records)]
+        met = await self._libp2p.reach.joins(one for one in daemons if one and one.peer_id != self._libp2p.peer_id)
         self._libp2p.met = {address.peer_id: address for address in met}
         if self._members is not None:
             records = self._members.read(records, self._libp2p.met)

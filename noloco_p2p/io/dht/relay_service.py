@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Declined, LocalError, PeerError
@@ -40,7 +40,7 @@ class MemberRelay:
         """When each reservation ends, on the loop's clock."""
         self._circuits: Counter[tuple[PeerId, ...]] = Counter()
         """How many each peer has, and each caller with each target."""
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._carrying = WeakSet[asyncio.Task[None]]()
         if members is not None:
             members.revoked.listen(self._cut)
         self._turn, self._free_at = asyncio.Lock(), 0.0
@@ -69,7 +69,6 @@ class MemberRelay:
     async def _relay(self, caller: PeerId, stream: Stream) -> None:
         if (task := asyncio.current_task()) is not None:
             self._carrying.add(task)
-            task.add_done_callback(self._carrying.discard)
         with suppress(PeerError, LocalError), ExitStack() as leaving:
             self._take(leaving, caller)  # if it raises, the stream ends without an answer
             target = await hear(stream)

@@ -162,5 +162,4 @@ class WaysIn:
                 finally:
                     del self._streams.hosts[here]
         finally:
-            self._open[whose] -= 1
-            self._open += Counter()
+            self._open -= Counter((whose,))  # drops the entries that are zero

@@ -304,7 +304,8 @@ def test_a_long_subkey_is_not_remembered(tmp_path: Path) -> None:
 
 def test_a_peer_names_only_its_own_daemon() -> None:
     own, other = (f"/ip4/8.8.8.8/tcp/4001/p2p/{peer}" for peer in (PEER, peer_id_of(bytes(32))))
-    assert adverts.libp2p_addresses(AdvertRecord(advert(), NOW, (other, "nonsense", own))) == [JoinAddress.parse(own)]
+    assert adverts.libp2p_address(AdvertRecord(advert(), NOW, (other, "nonsense", own))) == JoinAddress.parse(own)
+    assert adverts.libp2p_address(AdvertRecord(advert(), NOW, (other, "nonsense"))) is None
 
 
 def test_a_record_that_its_own_peer_signed_is_refused_if_it_is_malformed(tmp_path: Path) -> None:
