@@ -225,13 +225,10 @@ class Watchdog(threading.Thread):
     `say(line, well)`.
     """
 
-    def __init__(
-        self, status: Callable[[], Status], say: Callable[[str, bool], None], period_s: float = WATCHDOG_PERIOD_S
-    ) -> None:
+    def __init__(self, status: Callable[[], Status], say: Callable[[str, bool], None]) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._status = status
         self._say = say
-        self._period_s = period_s
         self._problem: HealthProblem | None = None
         self._ended = threading.Event()
 
@@ -251,7 +248,7 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """See `Thread`."""
-        while not self._ended.wait(self._period_s):
+        while not self._ended.wait(WATCHDOG_PERIOD_S):
             try:
                 self.look()
             except Exception:  # telemetry must never stop what it observes

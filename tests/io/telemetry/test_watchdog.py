@@ -10,6 +10,7 @@ from processes import wait_until
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import NodeFigures, Status, Wait
+from noloco_p2p.io.telemetry import prometheus_telemetry
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry, Watchdog
 
 WELL = Status(Advert("12D3me", "run", 0, ("h:1",), state="training"), "tiny", 2, 100, 7)
@@ -34,18 +35,20 @@ def test_each_problem_is_reported_once_however_long_it_lasts() -> None:
     assert said[2:] == [("the problem is over", True)]
 
 
-def test_the_watchdog_checks_periodically_and_ends_when_closed() -> None:
+def test_the_watchdog_checks_periodically_and_ends_when_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus_telemetry, "WATCHDOG_PERIOD_S", 0.001)
     silent = replace(WELL, figures=NodeFigures(loop_silent_s=60.0))
     heard = threading.Event()
-    dog = Watchdog(lambda: silent, lambda line, well: heard.set(), period_s=0.001)
+    dog = Watchdog(lambda: silent, lambda line, well: heard.set())
     dog.start()
     assert heard.wait(10.0)
     dog.close()
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_check_that_hangs_does_not_keep_the_node_from_ending() -> None:
+def test_a_check_that_hangs_does_not_keep_the_node_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does while the disk of the node's directory hangs."""
+    monkeypatch.setattr(prometheus_telemetry, "WATCHDOG_PERIOD_S", 0.001)
     asked, answers = threading.Event(), threading.Event()
 
     def hangs() -> Status:
@@ -53,7 +56,7 @@ def test_a_check_that_hangs_does_not_keep_the_node_from_ending() -> None:
         answers.wait(60)
         return WELL
 
-    dog = Watchdog(hangs, lambda line, well: None, period_s=0.001)
+    dog = Watchdog(hangs, lambda line, well: None)
     dog.start()
     assert asked.wait(10.0)
     closing = threading.Thread(target=dog.close)
