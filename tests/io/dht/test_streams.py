@@ -1,6 +1,7 @@
 """gRPC over libp2p streams on loopback: to a peer with an open link, through a relay, and who is refused."""
 
 import asyncio
+import gc
 import itertools
 import os
 import signal
@@ -564,6 +565,18 @@ def test_the_port_of_a_router_comes_first_unless_a_peer_outside_finds_it_shut(
     assert ways.serve.called is serves
     shut = [f"{OUTSIDE}: {reason}" for reason in answers.values() if reason == "shut"]
     assert [call.args[0] for call in ways.not_through_router.call_args_list] == shut
+
+
+def test_a_relay_keeps_nothing_of_streams_that_have_ended() -> None:
+    async def scenario() -> None:
+        relay = MemberRelay(cast(Libp2pDaemon, Mock()), RUN, None, lambda: 1e9)
+        for _ in range(20):
+            await asyncio.create_task(relay._relay(STRANGER, Stream(Mock(), Mock())))
+        await asyncio.sleep(0)
+        gc.collect()
+        assert not len(relay._carrying)
+
+    asyncio.run(scenario())
 
 
 def test_members_whose_links_cannot_be_opened_do_not_keep_a_node_from_the_others() -> None:
