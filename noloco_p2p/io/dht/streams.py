@@ -78,18 +78,15 @@ async def splice(one: Stream, other: Stream, pace: Callable[[int], Awaitable[obj
     Awaits `pace` with the size of each part before passing it on."""
     loop, idle = asyncio.get_running_loop(), asyncio.timeout(IDLE_S)
 
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(CHUNK_BYTES):
+    async def carry(source: Stream, sink: Stream) -> None:
+        while data := await source.reader.read(CHUNK_BYTES):
             idle.reschedule(loop.time() + IDLE_S)
             if pace is not None:
                 await pace(len(data))
-            writer.write(data)
-            await writer.drain()
+            sink.writer.write(data)
+            await sink.writer.drain()
 
-    ways = [
-        asyncio.ensure_future(carry(one.reader, other.writer)),
-        asyncio.ensure_future(carry(other.reader, one.writer)),
-    ]
+    ways = [asyncio.create_task(carry(*ends)) for ends in ((one, other), (other, one))]
     try:
         with suppress(TimeoutError):
             async with idle:
