@@ -9,7 +9,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
-from functools import partial
+from contextlib import suppress
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import STREAM, PeerId
@@ -169,30 +169,51 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
     return None if found["reason"] is None else plain(found["reason"], _REASON_LIMIT)
 
 
-async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: WaysIn) -> tuple[str, str]:
-    """Find out where a joined peer reaches this node. Returns the first address that works, and why the gRPC address
-    did not if it was tried.
+async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: WaysIn) -> tuple[JoinAddress, str, str]:
+    """Find out where a joined peer reaches this node. Returns it, the first address that works, and why the gRPC
+    address did not if it was tried.
 
     The addresses are `host:port` of a port that the router maps, this node's gRPC address, `p2p`, or an empty string
     for nowhere. A peer on this node's own network cannot tell whether others get through the router, so it is not asked
-    about that. If the peer is too busy to open a stream over the link on which it answers, that counts as possible.
-    Raises as `ask_dial_back`.
+    about that. If another joined peer reaches this node where this one does not, that one is returned (`_reached`). If
+    the peer is too busy to open a stream over the link on which it answers, that counts as possible. Raises as
+    `ask_dial_back`.
     """
-    dial_back = partial(ask_dial_back, libp2p, peer.peer_id)
     if outside := await ways.through_router():
-        reason = None if host_scope(peer.host) == "private" else await dial_back(outside)
+        by, reason = (peer, None) if _is_near(peer) else await _reached(libp2p, peer, outside)
         if reason is None:
             await ways.serve()
-            return outside, ""
+            return by, outside, ""
         await ways.not_through_router(f"{outside}: {reason}")
-    if (reason := await dial_back(address)) is None:
-        return address, ""
+    by, reason = await _reached(libp2p, peer, address)
+    if reason is None:
+        return by, address, ""
     await ways.serve()
     try:
-        no_stream = await dial_back(STREAM)
+        no_stream = await ask_dial_back(libp2p, peer.peer_id, STREAM)
     except (Busy, Declined, Unreachable) as error:
         no_stream = None if isinstance(error, Busy) else str(error)
-    return (STREAM, reason) if no_stream is None else ("", f"{reason}, nor over libp2p: {no_stream}")
+    return (peer, STREAM, reason) if no_stream is None else (peer, "", f"{reason}, nor over libp2p: {no_stream}")
+
+
+async def _reached(libp2p: Libp2pDaemon, peer: JoinAddress, address: str) -> tuple[JoinAddress, str | None]:
+    """Have a joined peer dial this node at an address. Returns it, and why it did not get through, or None.
+
+    It may be behind a firewall that lets nothing out, or lie. So unless the address is private, the other joined peers
+    outside this node's own network are asked, too, and one that gets through is returned instead. Raises as
+    `ask_dial_back`.
+    """
+    reason = await ask_dial_back(libp2p, peer.peer_id, address)
+    others = [one for one in libp2p.joined if one != peer and not _is_near(one)]
+    for other in others if reason is not None and not is_private(address) else ():
+        with suppress(PeerError):
+            if await ask_dial_back(libp2p, other.peer_id, address) is None:
+                return other, None
+    return peer, reason
+
+
+def _is_near(peer: JoinAddress) -> bool:
+    return host_scope(peer.host) == "private"
 
 
 async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> bool:
@@ -201,31 +222,24 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
     Returns whether it is reached at its gRPC address. Raises LocalError if it cannot be reached at all. If a peer
     cannot be asked (because it has just died, or is busy), or its answer makes no sense, the next one is asked. If none
     can, or those that do say that they do not reach this node while others cannot be asked, a private address is taken
-    for one that peers at public addresses do not reach. A peer that reaches this node only over libp2p may be behind a
-    firewall, or lie, so all are asked about an address that is not private.
+    for one that peers at public addresses do not reach.
     """
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 1):
         await asyncio.sleep(attempt)
-        failure = nowhere = streamed = ""
+        failure = nowhere = ""
         for peer in libp2p.joined:
             try:
-                where, reason = await find_way(libp2p, peer, address, ways)
+                by, where, reason = await find_way(libp2p, peer, address, ways)
             except PeerError as error:
                 failure = str(error)
                 continue
             if where == STREAM:
-                streamed = _unreachable(address, reason)
-                if is_private(address):
-                    break
-            elif where:
-                if where != address:
-                    log.info(UNTRIED if host_scope(peer.host) == "private" else TRIED, where)
+                log.warning("%s; until then they use links that this node keeps open", _unreachable(address, reason))
+            elif where not in ("", address):
+                log.info(UNTRIED if _is_near(by) else TRIED, where)
+            if where:
                 return where == address
-            else:
-                nowhere = reason
-        if streamed:
-            log.warning("%s; until then they use links that this node keeps open", streamed)
-            return False
+            nowhere = reason
     if nowhere and not failure:
         raise LocalError(_unreachable(address, nowhere))
     if failure:

@@ -172,18 +172,17 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
 async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> None:
     """Have a joined peer dial back this machine's gRPC address, at which this process listens, or find another way in.
 
-    The first joined peer that can be asked decides.
+    The first joined peer that can be asked decides, unless another reaches this machine (`find_way`), as for a node.
     """
     failure = ""
     for peer in libp2p.joined:
-        name = short_id(peer.peer_id)
         try:
-            with report.step(f"having {name} dial back to {address}"):
-                where, reason = await join_handshake.find_way(libp2p, peer, address, ways)
+            with report.step(f"having {short_id(peer.peer_id)} dial back to {address}"):
+                peer, where, reason = await join_handshake.find_way(libp2p, peer, address, ways)
         except PeerError as error:
             failure = str(error)
             continue
-        port = address.rpartition(":")[2]
+        name, port = short_id(peer.peer_id), address.rpartition(":")[2]
         advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to an address that leads here"
         sentence = f"{name} cannot reach this machine at {address} ({reason})"
         if where == address:

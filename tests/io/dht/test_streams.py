@@ -26,7 +26,8 @@ from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
 
 from noloco_p2p.config import LimitSettings, ListenSettings, NodeConfig
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.errors import Busy, Declined, LocalError, Unreachable, Violation
+from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.humanize import short_id
 from noloco_p2p.io.dht import join_handshake, relay_service, streams, ways_in
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
@@ -55,7 +56,7 @@ from noloco_p2p.io.transport.sockets import COUNT_S
 from noloco_p2p.launch import ways as reachability
 from noloco_p2p.launch.run_key import Standing
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
-from noloco_p2p.observe.doctor.peers import check_reached
+from noloco_p2p.observe.doctor.peers import _dialled_back, check_reached
 from noloco_p2p.sim import virtual_time
 
 RELAYING = peer_id_of(bytes([7]) * 32)
@@ -560,11 +561,66 @@ def test_the_port_of_a_router_comes_first_unless_a_peer_outside_finds_it_shut(
     monkeypatch.setattr(join_handshake, "ask_dial_back", asked)
     ways = Mock(serve=AsyncMock(), through_router=AsyncMock(return_value=OUTSIDE), not_through_router=AsyncMock())
     peer = JoinAddress(joined, 4001, STRANGER)
-    assert asyncio.run(find_way(cast(Libp2pDaemon, None), peer, OWN, ways)) == found
+    libp2p = cast(Libp2pDaemon, Mock(joined=(peer,)))
+    assert asyncio.run(find_way(libp2p, peer, OWN, ways)) == (peer, *found)
     assert [call.args[2] for call in asked.call_args_list] == list(answers)
     assert ways.serve.called is serves
     shut = [f"{OUTSIDE}: {reason}" for reason in answers.values() if reason == "shut"]
     assert [call.args[0] for call in ways.not_through_router.call_args_list] == shut
+
+
+@pytest.mark.parametrize(
+    ("others", "kept"),
+    [
+        ([("8.8.8.8", None)], True),
+        ([("8.8.8.8", Unreachable("gone")), ("8.8.8.8", None)], True),
+        ([("8.8.8.8", "shut")], False),
+        ([("192.168.1.3", None)], False),
+    ],
+)
+def test_the_port_of_a_router_is_kept_if_another_joined_peer_gets_through(
+    monkeypatch: pytest.MonkeyPatch, others: list[tuple[str, str | PeerError | None]], kept: bool
+) -> None:
+    """One at 192.168.1.3 is behind the same router, which may lead it back inside and still keep others out."""
+    first = JoinAddress("8.8.8.8", 4001, STRANGER)
+    hosts = {peer_id_of(bytes([n]) * 32): one for n, one in enumerate(others, 1)}
+    more = [JoinAddress(host, 4001, peer) for peer, (host, _) in hosts.items()]
+
+    async def answer(_: object, peer: PeerId, address: str) -> str | None:
+        found = None if address == "p2p" else "shut" if peer == STRANGER or address == OWN else hosts[peer][1]
+        if isinstance(found, PeerError):
+            raise found
+        return found
+
+    monkeypatch.setattr(join_handshake, "ask_dial_back", answer)
+    ways = Mock(serve=AsyncMock(), through_router=AsyncMock(return_value=OUTSIDE), not_through_router=AsyncMock())
+    libp2p = cast(Libp2pDaemon, Mock(joined=(first, *more)))
+    found = (more[-1], OUTSIDE, "") if kept else (first, "p2p", "shut")
+    assert asyncio.run(find_way(libp2p, first, OWN, ways)) == found
+    assert ways.not_through_router.called is not kept
+
+
+@pytest.mark.parametrize("address", ["8.8.4.4:9", "192.168.1.2:9"])
+def test_the_doctor_says_what_a_node_would_find(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """The first joined peer may be behind a firewall that lets nothing out."""
+
+    async def answer(_: object, peer: PeerId, place: str) -> str | None:
+        return "shut" if place != "p2p" and peer == STRANGER else None
+
+    monkeypatch.setattr(join_handshake, "ask_dial_back", answer)
+    libp2p = cast(Libp2pDaemon, Mock(joined=[JoinAddress("8.8.8.8", 4001, peer) for peer in (STRANGER, RELAYING)]))
+    ways, report = Mock(serve=AsyncMock(), through_router=AsyncMock(return_value="")), DoctorReport(as_json=True)
+
+    async def scenario() -> bool:
+        await _dialled_back(report, libp2p, address, ways)
+        return await check_reachable(libp2p, address, ways)
+
+    direct = virtual_time.run(scenario(), limit_s=9.0)
+    [(_, found)] = report.findings
+    name = short_id(RELAYING if direct else STRANGER)
+    says = f"{name} reaches this machine at" if direct else f"{name} cannot reach this machine at"
+    assert found.sentence.startswith(f"{says} {address}")
+    assert found.severity == ("ok" if direct else "warning")
 
 
 def test_a_relay_keeps_nothing_of_streams_that_have_ended() -> None:
