@@ -533,6 +533,10 @@ def test_a_node_that_one_joined_peer_reaches_is_not_behind_nat_because_another_d
         assert virtual_time.run(check_reachable(libp2p, address, ways), limit_s=9.0) is (direct and not silent)
         assert len({*peers}) == asked
     assert caplog.text.count("until then they use links") == 2 - direct
+    peers, silent = [], False
+    libp2p = cast(Libp2pDaemon, Mock(joined=(other, one)))
+    assert virtual_time.run(check_reachable(libp2p, address, ways), limit_s=9.0)
+    assert peers == [RELAYING], "no other needs to be asked"
 
 
 OUTSIDE, OWN = "11.1.1.12:5009", "192.168.1.2:9"
