@@ -134,7 +134,8 @@ def train_by_kind(plan: TrainingPlan) -> tuple[TrainingSummary, list[list[float]
     part = len(done.held_out) // len(plan.corpora)
     parts = [done.held_out[at : at + part] for at in range(0, len(done.held_out), part)]
     replicas = [[_torch_stage(node) for node in nodes] for nodes in zip(*done.stages, strict=True)]
-    return done.summary(), [[_held_out_loss(stages, kind) for kind in parts] for stages in replicas]
+    losses = [[_held_out_loss(stages, kind) for kind in parts] for stages in replicas]
+    return done.summary(), losses  # in this order: the summary replaces the weights of the first replicas by the mean
 
 
 def _run(plan: TrainingPlan) -> "FinishedTraining":
