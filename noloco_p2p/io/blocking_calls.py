@@ -9,8 +9,8 @@ from typing import Any
 
 
 class BlockingCalls(Executor):
-    """Runs calls in threads that do not keep the process alive, unlike those of a ThreadPoolExecutor. Belongs to one
-    event loop."""
+    """Runs calls in threads that do not keep the process alive, unlike those of a ThreadPoolExecutor, and that last as
+    long as the process does. Belongs to one event loop."""
 
     def __init__(self, name: str, most: int = 1) -> None:
         """`most`: how many calls run at once, in their order."""

@@ -39,9 +39,11 @@ probability THIN_SHARE. Otherwise replicas that happen to read the same unit wou
 ESCAPED = re.compile(r"\[[*?[]\]")
 """A character that would be a wildcard of a glob, as `glob.escape` writes it."""
 
-_UNREAD = OSError, ImportError, EOFError, TypeError, *NO_JSON, NotImplementedError, MemoryError, zlib.error, LZMAError
-"""Errors that Python, pyarrow and datasets raise for files that are missing, cut off, damaged or of another format, or
-of one for which a package is missing."""
+_UNREAD = OSError, ImportError, EOFError, TypeError, *NO_JSON, NotImplementedError, MemoryError, OverflowError
+"""Errors that Python, numpy, pyarrow and datasets raise for files that are missing, cut off, damaged or of another
+format, or of one for which a package is missing."""
+_UNPACKED = zlib.error, LZMAError
+"""The same for archives."""
 
 
 Mask = npt.NDArray[np.uint8]
@@ -85,7 +87,7 @@ def failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
         raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
     except KeyError as error:
         raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
-    except (*_UNREAD, OverflowError) as error:  # numpy raises OverflowError for a number that is too large
+    except (*_UNREAD, *_UNPACKED) as error:
         reason = getattr(error, "strerror", None) or first_line(getattr(error, "msg", error))
         raise LocalError(f"{what} cannot be {outcome}: {reason}") from error
 
