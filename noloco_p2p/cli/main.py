@@ -117,14 +117,6 @@ def configs(
     print(named_configs.text(name) if name is not None else "\n".join(named_configs.listing()))
 
 
-@app.command(hidden=True)
-def docs() -> None:
-    """Regenerate the tables in the repository's READMEs; run it in the root of the repository."""
-    from noloco_p2p.launch.reference import update_files
-
-    print("\n".join(f"wrote {path}" for path in update_files(Path())) or "the tables are up to date")
-
-
 @app.command("export")
 def export_model(
     out: Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; it must be new, or empty.")],

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import readme_tables
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.io.dht.adverts import LONGEST_TTL_S
-from noloco_p2p.launch import reference, settings
+from noloco_p2p.launch import settings
 
 
 def load(path: Path | None, environ: dict[str, str], sets: list[str]) -> tuple[RunManifest, NodeConfig]:
@@ -366,7 +367,7 @@ def test_no_key_is_in_both_models() -> None:
 
 
 def test_the_reference_has_every_key_with_its_default_and_a_description() -> None:
-    text = reference.configuration_markdown()
+    text = readme_tables.configuration_markdown()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == [".".join(key) for key in settings.KNOWN.keys]
     assert all(len(row) == 4 and len(row[3]) > 10 for row in rows)

@@ -1,14 +1,15 @@
 """hivemind's DHTNode, hardened so that no peer decides what others see.
 
-A DHT node chooses its own place, so an attacker can always be near a key. Therefore each node also holds its own
-record, and asks linked peers directly for what they hold (ARCHITECTURE.md, "What a stranger can do", hole 8). hivemind
-is imported where it is used, because the import takes time; its objects are untyped.
+The place of a DHT node follows from its peer id, but an attacker can try keys until one is near the place it wants.
+Therefore each node also holds its own record, asks linked peers directly for what they hold, and counts what has been
+answered when a search takes too long (ARCHITECTURE.md, "What a stranger can do", hole 8). hivemind is imported where it
+is used, because the import takes time; its objects are untyped.
 """
 
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from noloco_p2p.core.messages import PeerId
@@ -20,22 +21,53 @@ WAIT_TIMEOUT_S = 2.0
 """Longest wait for one peer's answer to one DHT request."""
 NEIGHBOURS = 20
 """How many DHT nodes nearest to a key a search asks: Kademlia's k."""
+WORKERS = 8
+"""How many of them a search asks at the same time."""
+COPIES = 5
+"""How many nodes store a record, besides the one that it belongs to."""
 CHECKED_AT_ONCE = 8
 """How many records are checked before other tasks get a turn: 10 ms, if none of them has been checked before."""
-UNTIL_ALL_ARE_ASKED = float("nan")
-"""Passed as the expiration at which a search may stop. No expiration in a reply reaches NaN, not even infinity, so a
-search asks all nearest nodes."""
+ANSWERED_KEPT = 256
+"""How many of the nodes that have answered a search are remembered, the last ones: more than one reading asks."""
 
 
-async def create(p2p: Any, validator: AdvertValidator, *, asks_only: bool = False) -> Any:
-    """hivemind's DHTNode on its P2P, at the place that follows from its peer id: others keep the earlier places of a
-    peer that restarts at another one, and never notice that nobody is there once it has left.
+class Findings:
+    """What other DHT nodes have answered so far. Outlives the node on which they came in."""
+
+    def __init__(self) -> None:
+        from noloco_p2p.io.dht.record_store import RecordStore
+
+        self.records = RecordStore()
+        self.peers = dict[Any, None]()
+        """Those that answered when last asked, the latest last."""
+        self.count = 0
+
+    async def take(self, find: Callable[..., Awaitable[Any]], peer: Any, key_ids: Sequence[Any]) -> Any:
+        """hivemind's `call_find`: ask a peer for the records that it holds under a key, and keep the valid ones."""
+        reply = await find(peer, key_ids)
+        self.note(peer, reply is not None)
+        for key_id, (found, _) in (reply or {}).items():
+            async for peer_id, (record, expires) in in_turns(found.value.items() if found is not None else ()):
+                self.records.store_subkey(key_id, peer_id, record, expires)
+        return reply
+
+    def note(self, peer: Any, answered: bool) -> None:
+        """Count a peer's answer, or that there was none."""
+        self.peers.pop(peer, None)
+        if answered:
+            self.peers[peer], self.count = None, self.count + 1
+        for oldest in list(self.peers)[:-ANSWERED_KEPT]:
+            del self.peers[oldest]
+
+
+async def create(p2p: Any, validator: AdvertValidator, findings: Findings, *, asks_only: bool = False) -> Any:
+    """hivemind's DHTNode on its P2P, which adds to `findings`. Its place and those of all others follow from peer ids:
+    a stranger with any number of places would be all neighbours of a key, and a search would ask nobody else.
 
     A node with `asks_only` stays out of others' routing tables and answers nobody, because most could not reach it.
     """
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol
-    from hivemind.dht.routing import DHTID
     from hivemind.proto import dht_pb2
 
     from noloco_p2p.io.dht.record_store import RecordStore, unpacked
@@ -45,23 +77,21 @@ async def create(p2p: Any, validator: AdvertValidator, *, asks_only: bool = Fals
     DHTProtocol.node_info, DHTProtocol.serializer._decode_ext_types = dht_pb2.NodeInfo(), staticmethod(unpacked)
     node = await DHTNode.create(
         p2p=p2p,
-        node_id=DHTID.generate(p2p.peer_id.to_base58()),
+        node_id=place_of(p2p.peer_id),
         client_mode=asks_only,
         bucket_size=NEIGHBOURS,
+        num_workers=WORKERS,
         wait_timeout=WAIT_TIMEOUT_S,
         record_validator=validator,
         backoff_rate=1.0,  # however long a peer has been away, it is asked again after the same 5 s
-        cache_locally=False,
-        cache_nearest=0,
-        cache_on_store=False,
-        reuse_get_requests=False,
-        chunk_size=1,  # one key per request: a reply cannot carry the records of two full ones
         authorizer=_Inspection(validator),
     )
+    protocol = node.protocol
     # With a cache, readers would get what a stranger put into it instead of what is stored.
-    node.protocol.storage, node.protocol.cache = RecordStore(), RecordStore(0)
+    protocol.storage, protocol.cache = RecordStore(), RecordStore(0)
+    protocol.call_find = functools.partial(findings.take, protocol.call_find)
+    protocol.update_routing_table = functools.partial(_update, protocol.update_routing_table)
     node._filter_blacklisted = functools.partial(_others, node.node_id, node._filter_blacklisted)
-    node.protocol.routing_table.split_bucket = functools.partial(_split, node.protocol.routing_table)
     return node
 
 
@@ -118,19 +148,22 @@ class _Inspection:
         return bool(len(response.peer.node_id) <= DHTID.HASH_NBYTES)
 
 
+def place_of(peer: Any) -> Any:
+    """The DHTID of a hivemind PeerID."""
+    from hivemind.dht.routing import DHTID
+
+    return DHTID.generate(peer.to_base58())
+
+
+async def _update(update: Callable[..., Awaitable[None]], place: Any, peer: Any, responded: bool = True) -> None:
+    """Let hivemind update its routing table, unless a peer claims a place that is not its own."""
+    if place in (None, place_of(peer)):
+        await update(place, peer, responded)
+
+
 def _others(own: Any, usable: Callable[[dict[Any, Any]], dict[Any, Any]], named: dict[Any, Any]) -> dict[Any, Any]:
     """The nodes named by a peer that hivemind may ask, without this node, which would end a search with an error."""
-    return {place: peer for place, peer in usable(named).items() if place != own}
-
-
-def _split(table: Any, index: int) -> None:
-    """Split a bucket of the routing table. hivemind leaves a node at the first place of the upper half in the lower
-    one, where it does not find it: an error would end what later drops that node."""
-    lower, upper = table.buckets[index].split()
-    table.buckets[index : index + 1] = lower, upper
-    for held in lower.nodes_to_peer_id, lower.replacement_nodes:
-        for place in [one for one in held if one == upper.lower]:
-            upper.add_or_update_node(place, held.pop(place))
+    return {place: peer for place, peer in usable(named).items() if place != own and place == place_of(peer)}
 
 
 async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
@@ -151,9 +184,11 @@ def forget_spares(node: Any) -> None:
         del table[place]
 
 
-async def search(node: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """For each key, what the nodes nearest to it hold: a value that maps peer ids to valid payloads, or None."""
-    return dict(await node.get_many(keys, sufficient_expiration_time=UNTIL_ALL_ARE_ASKED))
+async def search(node: Any, keys: Sequence[str]) -> None:
+    """Ask the nodes nearest to each key for the records under it."""
+    from hivemind.dht.routing import DHTID
+
+    await asyncio.gather(*(node.find_nearest_nodes([DHTID.generate(key)]) for key in keys))
 
 
 def hold(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
@@ -162,13 +197,32 @@ def hold(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -
     node.protocol.storage.store_subkey(key_id, peer_id, record, expires)
 
 
-async def give(node: Any, peers: Iterable[PeerId], key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
-    """Store this node's own record at each of these peers, regardless of where else it is stored."""
+def nearest(node: Any, findings: Findings, key: str) -> list[PeerId]:
+    """The nodes nearest to a key out of those that have answered lately, or of all known ones if none has."""
+    from hivemind.dht.routing import DHTID
+
+    at, known = DHTID.generate(key), findings.peers or node.protocol.routing_table.peer_id_to_uid
+    return [one.to_base58() for one in sorted(known, key=lambda one: at.xor_distance(place_of(one)))[:NEIGHBOURS]]
+
+
+async def store(
+    node: Any, findings: Findings, own: tuple[str, PeerId, bytes, float], at: Iterable[PeerId], copies: int
+) -> bool:
+    """Store this node's `own` record (key, peer id, payload, expiration) `at` the first of these peers that answer, so
+    many `copies` of it. Returns whether any has stored it."""
     from hivemind.p2p import PeerID
 
-    key_id, record = _signed(node, key, peer_id, payload, expires)
-    store, to = node.protocol.call_store, [PeerID.from_base58(peer) for peer in peers]
-    await asyncio.gather(*(store(peer, [key_id], [record], [expires], subkeys=[peer_id]) for peer in to))
+    (key_id, record), (_, me, _, expires), untried = _signed(node, *own), own, map(PeerID.from_base58, at)
+
+    async def store_one() -> bool:
+        for peer in untried:
+            stored = await node.protocol.call_store(peer, [key_id], [record], [expires], subkeys=[me])
+            findings.note(peer, stored is not None)
+            if stored is not None:
+                return list(stored) == [True]
+        return False
+
+    return any(await asyncio.gather(*(store_one() for _ in range(copies))))
 
 
 def _signed(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> tuple[Any, bytes]:
@@ -182,27 +236,24 @@ def _signed(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float
     return key_id, protocol.record_validator.sign_value(record)
 
 
-async def ask(node: Any, peers: Iterable[PeerId], keys: Sequence[str], into: Any) -> None:
-    """Ask each of these peers for the records that it holds, and put the valid ones into a `RecordStore`."""
+async def ask(node: Any, peers: Iterable[PeerId], keys: Sequence[str]) -> None:
+    """Ask each of these peers for the records that it holds."""
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import PeerID
 
     find, key_ids = node.protocol.call_find, [DHTID.generate(key) for key in keys]
-    asking = [find(PeerID.from_base58(peer), [key_id]) for peer in peers for key_id in key_ids]
-    for reply in await asyncio.gather(*asking):
-        for key_id, (found, _) in (reply or {}).items():
-            async for peer_id, (record, expires) in in_turns(found.value.items() if found is not None else ()):
-                into.store_subkey(key_id, peer_id, record, expires)
+    await asyncio.gather(*(find(PeerID.from_base58(peer), [key_id]) for peer in peers for key_id in key_ids))
 
 
-def merged(node: Any, found: Any, held: Any, key: str) -> dict[object, tuple[object, float]]:
-    """Peer id → payload and expiration of the record under a key, from what a search `found` and what is in `held`. Of
-    two records of a peer the one that expires later counts."""
+def records(node: Any, findings: Findings, key: str) -> dict[object, tuple[object, float]]:
+    """Peer id → payload and expiration of each record under a key that this node holds or others have answered. Of two
+    records of a peer the one that expires later counts."""
     from hivemind.dht.routing import DHTID
 
-    unpack, others = node.protocol.serializer.loads, held.get(DHTID.generate(key))
-    records = dict(found.value) if found is not None else {}
-    for peer_id, (record, expires) in others.value.items() if others is not None else ():
-        if peer_id not in records or records[peer_id][1] < expires:
-            records[peer_id] = (unpack(record[SIGNATURE_BYTES:]), expires)
-    return records
+    unpack, key_id, found = node.protocol.serializer.loads, DHTID.generate(key), dict[object, tuple[object, float]]()
+    for store in node.protocol.storage, findings.records:
+        held = store.get(key_id)
+        for peer_id, (record, expires) in held.value.items() if held is not None else ():
+            if peer_id not in found or found[peer_id][1] < expires:
+                found[peer_id] = unpack(record[SIGNATURE_BYTES:]), expires
+    return found

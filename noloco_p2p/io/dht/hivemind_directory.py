@@ -27,7 +27,8 @@ REJOIN_PERIOD_S = 10.0
 """How often known peers without a link are dialled again, and linked peers are made aware of this node, seconds."""
 DIALS_PER_REJOIN = 8
 ASKED_AT_ONCE = 16
-"""How many linked peers are asked for the records they hold at each rejoin, or notified that this node leaves."""
+"""How many linked peers are asked for the records they hold at each rejoin, or notified that this node leaves: so many
+of those in the last reading, and so many of all."""
 SHORTEST_TTL_S = 15.0
 """Lifetime of the record that a node has left, and of a record announced again after it expired during a sleep."""
 _MIN_GROWTH_S = 0.001
@@ -46,8 +47,6 @@ class HivemindDirectory:
         self, libp2p: Libp2pDaemon, run_id: str, stages: int, known: KnownPeers, members: MemberRecords | None
     ) -> None:
         """See `open`."""
-        from noloco_p2p.io.dht.record_store import RecordStore
-
         self._libp2p = libp2p
         self._node: Any = None
         """hivemind's DHTNode on the daemon."""
@@ -62,8 +61,7 @@ class HivemindDirectory:
         self._newest: Advert | None = None
         self._seen: frozenset[PeerId] = frozenset()
         """The peers in the last reading."""
-        self._heard = RecordStore()
-        """Records that linked peers returned when asked for what they hold."""
+        self._findings = dht_node.Findings()
         self._turn = 0
         self._announcing = asyncio.Lock()  # until an advert is stored: an older one stored later would outlive it
         self._rejoining: asyncio.Task[None] | None = None
@@ -116,14 +114,14 @@ class HivemindDirectory:
     async def peers(self) -> list[Advert]:
         """See `ports.Directory`. Only the newest record of a peer counts. Addresses not to be dialled are left out."""
         asked_at = dht_time()
-        reading = dht_node.search(self._dht, list(self._keys))
-        entries = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
+        await self._search(list(self._keys))
+        entries = {key: dht_node.records(self._node, self._findings, key) for key in self._keys}
         until = self._until(self._newest.stage) if self._newest is not None else 0.0
         if until > asked_at + dht_node.WAIT_TIMEOUT_S and not any(entries.values()):
             raise Unreachable("the directory has lost all adverts, including this node's own")
         read = list[AdvertRecord]()
         for key, stage in self._keys.items():
-            found = dht_node.merged(self._node, entries[key], self._heard, key)
+            found = entries[key]
             living = adverts.living_records(found, self._run_id, stage, dht_time(), self._seen)
             read += [record async for record in in_turns(living)]
         records = adverts.newest_of_each(read)
@@ -168,6 +166,16 @@ class HivemindDirectory:
             raise Unreachable(self._cut_off)
         return self._node
 
+    async def _search(self, keys: Sequence[str]) -> None:
+        """Search for the records under keys. Nodes that have not answered in time, maybe on purpose, do not void what
+        others have answered. Raises Unreachable if nobody has."""
+        before = self._findings.count
+        try:
+            await self._answer(dht_node.search(self._dht, keys), READ_TIMEOUT_S, "the directory's answer")
+        except Unreachable:
+            if self._findings.count == before:
+                raise
+
     async def _answer(self, waiting: Awaitable[T], timeout_s: float, what: str) -> T:
         """Like `Libp2pDaemon.guard`, but a dead daemon only makes the directory Unreachable: it will be restarted."""
         try:
@@ -207,54 +215,49 @@ class HivemindDirectory:
             own = stage_key(self._run_id, advert.stage), advert.peer_id, payload, self._expires[advert.stage]
             dht_node.hold(self._node, *own)
         if advert.state == "left":
-            await self._give_directly(*own)
+            await self._give_directly(own)
 
     async def _store_at_others(self, advert: Advert, payload: bytes, ttl_s: float) -> None:
-        expires = max(dht_time() + ttl_s, self._until(advert.stage) + _MIN_GROWTH_S)
         for _ in range(2):
+            expires = max(dht_time() + ttl_s, self._until(advert.stage) + _MIN_GROWTH_S)
             if await self._put(advert, payload, expires):
                 return
-            held = await self._held_until(advert.stage)  # one refusal proves little: see what the others hold
-            if held == expires:
-                return
-            if held is None or held < expires:
-                break
-            expires = held + _MIN_GROWTH_S  # an earlier process of this node announced a longer life
+            await self._search([stage_key(self._run_id, advert.stage)])  # others may hold one that outlives it
         raise Unreachable("the directory does not accept this node's advert: no peer stored it")
 
     def _until(self, stage: int) -> float:
-        """When our newest record of a stage expires; 0.0 if there is none, or it is from before the clock jumped."""
-        until = self._expires.get(stage, 0.0)
+        """When the newest record of this node in a stage expires, maybe of an earlier process; 0.0 if there is none, or
+        it is from before the clock jumped."""
+        known = dht_node.records(self._node, self._findings, stage_key(self._run_id, stage))
+        _, held = known.get(self._libp2p.peer_id, (None, 0.0))
+        until = max(self._expires.get(stage, 0.0), held)
         return until if until <= dht_time() + adverts.LONGEST_TTL_S else 0.0
-
-    async def _held_until(self, stage: int) -> float | None:
-        """When this node's record of a stage expires at the peers that hold it; None if no peer does."""
-        reading = dht_node.search(self._dht, [stage_key(self._run_id, stage)])
-        (entry,) = (await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")).values()
-        mine = entry.value.get(self._libp2p.peer_id) if entry is not None and isinstance(entry.value, dict) else None
-        return None if mine is None else float(mine.expiration_time)
 
     async def _put(self, advert: Advert, payload: bytes, expires: float) -> bool:
         self._expires[advert.stage] = expires
-        storing = self._dht.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
-        return bool(await self._answer(storing, STORE_TIMEOUT_S, "the directory's confirmation of the advert"))
+        own = stage_key(self._run_id, advert.stage), advert.peer_id, payload, expires
+        others = dht_node.nearest(self._dht, self._findings, own[0])
+        storing = dht_node.store(self._dht, self._findings, own, others, dht_node.COPIES)
+        stored = await self._answer(storing, STORE_TIMEOUT_S, "the directory's confirmation of the advert")
+        return stored or not others
 
     async def _ask_directly(self, linked: Sequence[PeerId]) -> None:
         """Ask some of the linked peers, different ones each time, for the records that they hold."""
-        asking = dht_node.ask(self._node, self._some(linked), list(self._keys), self._heard)
+        asking = dht_node.ask(self._node, self._some(linked), list(self._keys))
         with contextlib.suppress(Unreachable):
             await self._libp2p.guard(asking, BOOTSTRAP_TIMEOUT_S, "what linked peers hold")
 
-    async def _give_directly(self, key: str, me: PeerId, payload: bytes, expires: float) -> None:
+    async def _give_directly(self, own: tuple[str, PeerId, bytes, float]) -> None:
         """Store this node's last record directly at some linked peers, too: those nearest to its key may soon leave."""
         with contextlib.suppress(LocalError, Unreachable):
-            linked = sorted(await self._libp2p.links())
-            giving = dht_node.give(self._node, self._some(linked), key, me, payload, expires)
+            some = self._some(sorted(await self._libp2p.links()))
+            giving = dht_node.store(self._node, self._findings, own, some, len(some))
             await self._libp2p.guard(giving, BOOTSTRAP_TIMEOUT_S, "the peers' confirmation")
 
     def _some(self, linked: Sequence[PeerId]) -> list[PeerId]:
         turn, self._turn = self._turn, self._turn + ASKED_AT_ONCE
-        return sorted({linked[(turn + n) % len(linked)] for n in range(ASKED_AT_ONCE if linked else 0)})
+        seen = [peer for peer in linked if peer in self._seen]  # strangers with many links do not put their turn off
+        return sorted({some[(turn + n) % len(some)] for some in (seen, linked) if some for n in range(ASKED_AT_ONCE)})
 
     async def _bootstrap(self) -> None:
         """Find the DHT nodes behind the links, and wait a little for a joined peer that is still starting."""
@@ -285,5 +288,5 @@ class HivemindDirectory:
 
         hashed = {DHTID.generate(key).to_bytes(): stage for key, stage in self._keys.items()}
         validator = adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time, self._members)
-        creating = dht_node.create(self._libp2p.p2p, validator, asks_only=self._libp2p.asks_only)
+        creating = dht_node.create(self._libp2p.p2p, validator, self._findings, asks_only=self._libp2p.asks_only)
         return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")

@@ -12,6 +12,7 @@ import pytest
 from daemons import RUN, Node, daemon, node, run
 
 from noloco_p2p.core.messages import Advert
+from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht import adverts, dht_node, hivemind_directory
 from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, living_records, stage_key
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
@@ -19,11 +20,20 @@ from noloco_p2p.io.dht.identity import Identity, peer_id_of
 TTL_S = 30.0
 
 
-@asynccontextmanager
-async def neighbour_of_a_key(home: Path, distance: int, join: list[str]) -> AsyncIterator[Any]:
-    """A DHT node that has placed itself next to the key of stage 0, and drops the records that it claims to store."""
-    from hivemind.dht.node import DHTNode
+def distance(libp2p: Any) -> int:
+    """How far the place of a peer is from the key of stage 0."""
     from hivemind.dht.routing import DHTID
+    from hivemind.p2p import PeerID
+
+    place = dht_node.place_of(PeerID.from_base58(libp2p.peer_id))
+    return int(DHTID.generate(stage_key(RUN, 0)).xor_distance(place))
+
+
+@asynccontextmanager
+async def neighbour_of_a_key(home: Path, within: int, join: list[str]) -> AsyncIterator[Any]:
+    """A DHT node that has tried keys until its place was nearer than `within` to the key of stage 0, and drops the
+    records that it claims to store."""
+    from hivemind.dht.node import DHTNode
     from hivemind.dht.storage import DHTLocalStorage
     from hivemind.p2p import PeerID
 
@@ -31,9 +41,13 @@ async def neighbour_of_a_key(home: Path, distance: int, join: list[str]) -> Asyn
         def store_subkey(self, *args: Any) -> bool:
             return True
 
+    while distance(identity := Identity.open(home / "identity.key")) >= within:
+        identity.close()
+        identity.path.unlink()
+    identity.close()
     async with daemon(home, join=join) as libp2p:
-        at = DHTID(int(DHTID.generate(stage_key(RUN, 0))) ^ (distance + 1))
-        liar = await DHTNode.create(p2p=libp2p.p2p, node_id=at, initial_peers=[])
+        place = dht_node.place_of(libp2p.p2p.peer_id)
+        liar = await DHTNode.create(p2p=libp2p.p2p, node_id=place, initial_peers=[])
         liar.protocol.storage = Forgetful()
         for one in await libp2p.links():
             await liar.protocol.call_ping(PeerID.from_base58(one))
@@ -50,8 +64,8 @@ async def eclipsed(home: Path, liars: int) -> AsyncIterator[tuple[Node, Node]]:
         a = await stack.enter_async_context(node(home / "a"))
         b = await stack.enter_async_context(node(home / "b", join=[a.address]))
         for number in range(liars):
-            join = [a.address, b.address]
-            await stack.enter_async_context(neighbour_of_a_key(home / f"liar{number}", number, join))
+            within, join = min(distance(one.libp2p) for one in (a, b)), [a.address, b.address]
+            await stack.enter_async_context(neighbour_of_a_key(home / f"liar{number}", within, join))
         table = [one.directory._node.protocol.routing_table for one in (a, b)]
         async with asyncio.timeout(10.0):
             while any(len(one.peer_id_to_uid) < liars + 1 for one in table):  # noqa: ASYNC110  other processes
@@ -108,24 +122,89 @@ def test_a_cached_record_does_not_hide_the_stored_ones(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_reply_that_never_expires_does_not_end_a_search() -> None:
-    from hivemind.dht.node import _SearchState
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DictionaryDHTValue
-    from hivemind.utils.timed_storage import ValueWithExpiration
+def fall_silent(one: Node) -> list[object]:
+    """Let a node answer no request from now on; returns the list to which they are added."""
+    asked = list[object]()
+
+    async def validate_request(request: object) -> None:
+        asked.append(request)
+        await asyncio.Event().wait()
+
+    one.directory._node.protocol.authorizer.validate_request = validate_request
+    return asked
+
+
+def test_nodes_that_never_answer_void_no_reading_and_no_announcement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dozen machines, of no member, stopped every announcement of a swarm for as long as they liked, and two dozen
+    every reading: each search waited for them until it had no time left, and then dropped all that others had said."""
+    monkeypatch.setattr(hivemind_directory, "READ_TIMEOUT_S", 0.75 * dht_node.WAIT_TIMEOUT_S)
 
     async def scenario() -> None:
-        key = DHTID.generate("key")
-        search = _SearchState(key, dht_node.UNTIL_ALL_ARE_ASKED)
-        for peer_id, expires in (("liar", float("inf")), ("honest", dht_time() + TTL_S)):
-            reply = DictionaryDHTValue()
-            reply.store(peer_id, b"record", dht_time() + TTL_S)
-            search.add_candidate(ValueWithExpiration(reply, expires), source_node_id=key)
-            assert not search.finished
-        assert sorted(search.binary_value.data) == ["honest", "liar"]
-        search.future.cancel()
+        async with (
+            node(tmp_path / "a") as a,
+            node(tmp_path / "b", join=[a.address]) as b,
+            node(tmp_path / "silent", join=[a.address, b.address]) as silent,
+        ):
+            for one in (a, b):
+                await one.directory.announce(one.advert(), TTL_S)
+            everybody, asked = sorted(one.libp2p.peer_id for one in (a, b)), fall_silent(silent)
+            for found in await asyncio.gather(*(one.directory.peers() for one in (a, b))):
+                assert [advert.peer_id for advert in found] == everybody
+            assert len(asked) > 1, "each has asked it in vain"
+            for one in (a, b):
+                await one.directory.announce(one.advert(), TTL_S)
 
     run(scenario)
+
+
+def test_a_reading_that_nobody_has_answered_in_time_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hivemind_directory, "READ_TIMEOUT_S", 0.1)
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "silent", join=[a.address]) as silent:
+            await a.directory.announce(a.advert(), TTL_S)
+            fall_silent(silent)
+            with pytest.raises(Unreachable, match="the directory's answer did not arrive"):
+                await a.directory.peers()
+
+    run(scenario)
+
+
+def test_a_record_is_stored_at_the_nearest_nodes_that_answer() -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import PeerID
+
+    asked = list[Any]()
+
+    async def call_store(peer: Any, *_: object, **__: object) -> list[bool] | None:
+        asked.append(peer)
+        await asyncio.sleep(0)
+        return None if peer in silent else [peer in willing]
+
+    async def scenario(copies: int) -> bool:
+        asked.clear()
+        own = "key", "me", b"payload", dht_time() + TTL_S
+        return await dht_node.store(dht, findings, own, dht_node.nearest(dht, findings, "key"), copies)
+
+    serializer, signer = SimpleNamespace(dumps=lambda _: b""), SimpleNamespace(sign_value=lambda _: b"")
+    peers, findings = [PeerID(number.to_bytes(34, "big")) for number in range(300)], dht_node.Findings()
+    table = SimpleNamespace(peer_id_to_uid=dict.fromkeys(peers))
+    parts = {"serializer": serializer, "record_validator": signer, "routing_table": table}
+    dht = SimpleNamespace(protocol=SimpleNamespace(call_store=call_store, **parts))
+    assert len(set(dht_node.nearest(dht, findings, "key"))) == dht_node.NEIGHBOURS, "of all known ones"
+    for peer in peers:
+        findings.note(peer, True)
+    assert list(findings.peers) == peers[-dht_node.ANSWERED_KEPT :], "the last ones that answered"
+    ranked = sorted(findings.peers, key=lambda peer: DHTID.generate("key").xor_distance(dht_node.place_of(peer)))
+    silent, willing = set(ranked[:2]), {ranked[4]}
+    assert asyncio.run(scenario(3))
+    assert asked == ranked[:5]
+    assert not silent & set(findings.peers), "they are not asked first again"
+    willing = set()
+    assert not asyncio.run(scenario(3))
+    assert asked == ranked[2:5]
 
 
 def test_a_peer_with_an_invalid_dht_id_neither_fills_the_log_nor_keeps_others_from_rejoining(tmp_path: Path) -> None:
@@ -226,26 +305,6 @@ def test_a_stranger_with_any_number_of_places_or_names_takes_a_bounded_amount_of
     assert [[*bucket.nodes_to_peer_id] for bucket in table.buckets] == before
     assert not blacklist.ban_counter
     assert len(blacklist.banned_peers) == 0
-
-
-def test_a_stranger_at_the_middle_of_a_bucket_does_not_end_the_rejoining(tmp_path: Path) -> None:
-    from hivemind.dht.routing import DHTID
-    from hivemind.p2p import PeerID
-
-    async def scenario() -> None:
-        async with node(tmp_path / "a") as a:
-            dht = a.directory._node
-            table, middle = dht.protocol.routing_table, 1 << 159
-            table.node_id, stranger = DHTID(1), PeerID(bytes(34))
-            for number in (*range(1, 21), 0, *range(21, 62)):
-                await dht.protocol.update_routing_table(DHTID(middle - number), stranger)
-            for _ in range(3):
-                dht_node.forget_spares(dht)
-            await dht.protocol.update_routing_table(DHTID(middle), stranger)
-            await dht.protocol.update_routing_table(DHTID(middle), stranger, responded=False)
-            assert middle not in table.uid_to_peer_id
-
-    run(scenario)
 
 
 class Turns:
@@ -376,27 +435,39 @@ def test_an_answer_that_names_no_peers_as_it_should_is_refused(named: list[bytes
     asyncio.run(scenario())
 
 
-def test_who_claims_many_places_is_not_sent_all_records_for_each(tmp_path: Path) -> None:
+def test_nobody_has_another_place_than_that_of_its_peer_id(tmp_path: Path) -> None:
+    """With fifty places around a key, one machine was the only one that searches asked, and was sent all records for
+    each of them."""
     from hivemind.dht.routing import DHTID
     from hivemind.proto import dht_pb2
 
     async def scenario() -> None:
         async with node(tmp_path / "a") as a, node(tmp_path / "liar", join=[a.address]) as liar:
             await a.directory.announce(a.advert(), TTL_S)
-            protocol, sent = liar.directory._node.protocol, list[object]()
-            storing = a.directory._node.protocol.call_store
-
-            async def call_store(*what: object, **more: object) -> Any:
-                sent.append(what)
-                return await storing(*what, **more)
-
-            a.directory._node.protocol.call_store = call_store
-            key = int(DHTID.generate(stage_key(RUN, 0)))
-            ping = protocol.get_stub(a.libp2p.p2p.peer_id).rpc_ping
-            for number in range(50):
-                place = dht_pb2.NodeInfo(node_id=DHTID(key ^ (1 << (150 - number))).to_bytes())
-                await ping(dht_pb2.PingRequest(peer=place))
+            dht, me = a.directory._node, liar.libp2p.p2p.peer_id
+            key, own, sent = int(DHTID.generate(stage_key(RUN, 0))), dht_node.place_of(me), list[object]()
+            places = [DHTID(key ^ (1 << (150 - number))) for number in range(50)]
+            dht.protocol.call_store = lambda *what, **_: sent.append(what)
+            ping = liar.directory._node.protocol.get_stub(a.libp2p.p2p.peer_id).rpc_ping
+            del dht.protocol.routing_table[own]
+            for place in (*places, own):
+                await ping(dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=place.to_bytes())))
+            assert list(dht.protocol.routing_table.uid_to_peer_id) == [own]
+            assert dht._filter_blacklisted(dict.fromkeys((*places, own), me)) == {own: me}
             assert not sent
+
+    run(scenario)
+
+
+def test_strangers_with_many_links_do_not_put_off_asking_those_in_the_last_reading(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            directory, linked = a.directory, [f"{number:03}" for number in range(200)]
+            directory._seen = frozenset(linked[::10])
+            some = [set(directory._some(linked)) for _ in range(13)]
+            assert directory._seen <= some[0] | some[1]
+            assert set[str]().union(*some) == set(linked)
+            assert all(len(each) <= 2 * hivemind_directory.ASKED_AT_ONCE for each in some)
 
     run(scenario)
 

@@ -1,6 +1,8 @@
-"""`noloco docs`: makes the tables of all settings and all metrics in the repository's READMEs from the code.
+"""Makes the tables of all settings and all metrics in the repository's READMEs from the code:
 
-In a README, such a table is between `<!-- noloco docs: NAME -->` and `<!-- end -->`.
+    python tests/support/readme_tables.py
+
+In a README, such a table is between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
 import re
@@ -12,11 +14,10 @@ from pydantic import BaseModel, create_model
 from pydantic_core import to_json
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch.yaml_entries import fields
 
 FILES = ("configs/README.md", "docker/README.md")
-BLOCK = re.compile(r"(?s)(<!-- noloco docs: (\w+) -->\n).*?(<!-- end -->)")
+BLOCK = re.compile(r"(?s)(<!-- table: (\w+) -->\n).*?(<!-- end -->)")
 
 TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
 TYPES |= {"null": "none", "object": "section"}
@@ -24,22 +25,11 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 
 def update_files(root: Path) -> list[Path]:
-    """Rewrite the tables in the repository at `root`. Returns the files that changed.
-
-    Raises ConfigError if `root` is not the repository, LocalError if a file cannot be read or written.
-    """
-    changed = []
-    for path in (root / name for name in FILES):
-        try:
-            text = path.read_text("utf-8")
-            fresh = updated(text)
-            if fresh != text:
-                path.write_text(fresh, "utf-8")
-                changed.append(path)
-        except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist: run this in the root of the repository") from None
-        except OSError as error:
-            raise LocalError(f"{path}: {error.strerror or error}") from error
+    """Rewrite the tables in the repository at `root`. Returns the files that changed."""
+    texts = {root / name: (root / name).read_text("utf-8") for name in FILES}
+    changed = [path for path, text in texts.items() if updated(text) != text]
+    for path in changed:
+        path.write_text(updated(texts[path]), "utf-8")
     return changed
 
 
@@ -121,3 +111,8 @@ def _type(schema: Mapping[str, Any]) -> str:
         return f"list of {_type(schema['items'])}"
     bounds = [f"{sign} {schema[name]}".removesuffix(".0") for name, sign in BOUNDS.items() if name in schema]
     return " ".join([TYPES[schema["type"]], ", ".join(bounds)]).strip()
+
+
+if __name__ == "__main__":
+    for written in update_files(Path(__file__).parents[2]):
+        print(f"wrote {written}")  # noqa: T201
