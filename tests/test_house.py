@@ -33,7 +33,7 @@ BROAD: dict[str, str] = {
     "sim/device.py:SimDevice._perform": "it is raised again in the task that waits for the call",
     "io/blocking_calls.py:BlockingCalls._run": "it is raised again where the call is waited for",
     "lab/sim_command.py:simulate": "a bug is reported with the seed that shows it, and the other seeds run",
-    "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
+    "node/waits.py:Waits._check_conditions": "what a condition raises is for the task that waits: it asks again",
     "io/data/tokenizers.py:_from_transformers": "tokenizers raises nothing more particular",
     "io/dht/port_mapping.py:_answer": "miniupnpc raises nothing more particular",
     "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",

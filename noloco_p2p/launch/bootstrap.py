@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
-from noloco_p2p.errors import Busy, ConfigError, Unreachable
+from noloco_p2p.errors import Busy, ConfigError, Declined, Unreachable
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import JoinAddress, local_host_towards
@@ -28,6 +28,9 @@ from noloco_p2p.io.telemetry.http_server import Health, Page
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.launch import join_file, run_files, run_key, settings
 from noloco_p2p.ports import Batches
+
+TIMES_AGAIN = 10
+"""How often a joined peer is asked again for its run, every `join_file.AGAIN_S`, because it may still be starting."""
 
 log = logging.getLogger("noloco_p2p")
 
@@ -70,8 +73,7 @@ class NodeOptions:
             if self.join or not (begins or goes_on):
                 return self
         path = self.key or own
-        known = path.exists() or self.join
-        public = run_key.public_half(run_key.read(path)) if known else run_key.make(path)
+        public = run_key.public_half(run_key.read(path)) if path.exists() or self.join else run_key.make(path)
         return replace(self, key=path, overrides=self.overrides.for_members(public))
 
 
@@ -152,7 +154,7 @@ async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConf
     manifest = run_files.stored_manifest(options.dir)
     try:
         if libp2p.joined:
-            received, ahead, unsure_s = await joining.first_manifest(libp2p)
+            received, ahead, unsure_s = await _described_run(libp2p)
             joining.check_clock(ahead, unsure_s, local.directory.ttl_s)
             manifest = settings.manifest_from_json(received)
     except (Busy, Unreachable) as error:
@@ -163,6 +165,17 @@ async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConf
     options.overrides.check_agrees(manifest)
     _check_agrees(options, local, manifest)
     return manifest
+
+
+async def _described_run(libp2p: Libp2pDaemon) -> tuple[bytes, float, float]:
+    """As `first_manifest`, but patient: where all nodes are started at once, a peer can be linked before it answers."""
+    for _ in range(TIMES_AGAIN):
+        try:
+            return await joining.first_manifest(libp2p)
+        except Declined as error:
+            log.info("%s; asking again", error)
+        await asyncio.sleep(join_file.AGAIN_S)
+    return await joining.first_manifest(libp2p)
 
 
 def _check_agrees(options: NodeOptions, local: NodeConfig, manifest: RunManifest) -> None:

@@ -128,8 +128,7 @@ class Pauses:
         """
         node, now, (steps, at_s, evaluated_s) = self._node, self._node.now(), self._trained
         idle_s = now - at_s - (node.evaluated_s - evaluated_s) if steps >= UNLUCKY_STEPS else 0.0
-        longest_s = max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS))
-        if idle_s > longest_s and not node.stood_still:
+        if idle_s > max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS)) and not node.stood_still:
             node.event("info", message=f"trained on nothing for {idle_s:,.0f} s: asking the others how far they are")
             node.stand_still(True)
         if microbatches:

@@ -251,8 +251,7 @@ class WeightRestorer:
         """The largest of a state's step, the others' clock, and the clock that this node brought from its previous
         stage. Under a rule of gradients always the state's step: the gradients that the others keep are needed from
         there on."""
-        gradients = self._node.manifest.outer.update.gradients
-        return step if gradients else max(step, clock, self._node.advert.step)
+        return step if self._node.manifest.outer.update.gradients else max(step, clock, self._node.advert.step)
 
     async def _go_on_at(
         self, round: int, step: float, inner_steps: int, fresh_round: int, partner_from_round: int = 0

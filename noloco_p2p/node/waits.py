@@ -151,8 +151,10 @@ class Waits:
     def _check_conditions(self) -> None:
         self._check = None
         for waiter, condition in tuple(self._conditions.items()):
-            if not waiter.done() and _may_hold(condition):
-                waiter.set_result(None)
+            with suppress(Exception):  # the waiting task should get the error
+                if waiter.done() or not condition():
+                    continue
+            waiter.set_result(None)
 
     def current(self, now: float) -> tuple[Wait, ...]:
         """All open waits, longest first; `now` is on the loop's clock."""
@@ -175,11 +177,3 @@ async def to_the_end(awaitable: Awaitable[R]) -> R:
     if (me := asyncio.current_task()) and me.cancelling() and isinstance(task.exception(), PeerError):
         raise asyncio.CancelledError
     return task.result()
-
-
-def _may_hold(condition: Callable[[], bool]) -> bool:
-    """Whether the condition holds. Also True if it raises, because the waiting task should get the error."""
-    try:
-        return condition()
-    except Exception:  # noqa: BLE001 - see above
-        return True

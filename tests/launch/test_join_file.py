@@ -14,7 +14,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Declined, LocalError, Unreachable
 from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
 from noloco_p2p.io.dht.join_handshake import serve_manifest
-from noloco_p2p.launch import bootstrap, join_file
+from noloco_p2p.launch import bootstrap, join_file, run_files
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.join_file import FILE_LIMIT_BYTES, JoinAddresses
 from noloco_p2p.launch.settings import Overrides
@@ -179,6 +179,31 @@ def test_one_joined_node_that_answers_is_enough(tmp_path: Path) -> None:
             async with daemon(tmp_path / "joining", join=join) as joining:
                 assert await bootstrap.joined_run(options, joining, local) == manifest
             identity.close()
+
+    run(scenario)
+
+
+def test_a_node_waits_for_a_joined_one_that_is_still_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all nodes were started again at once, as after a power cut, one whose peer had its libp2p daemon already,
+    and no answers yet, ended, although it knew the run."""
+
+    async def scenario() -> None:
+        manifest, local, identity = RunManifest(), NodeConfig(), Identity.open(tmp_path / "again" / KEY)
+        options = NodeOptions((), None, identity, watch_stdin=False, overrides=Overrides(()))
+        run_files.store_manifest(options.dir, manifest)
+        asks_again = asyncio.Event()
+        monkeypatch.setattr(bootstrap.log, "info", lambda *_: asks_again.set())
+        async with daemon(tmp_path / "1") as first, daemon(tmp_path / "2", join=first.join_addresses) as second:
+            monkeypatch.setattr(bootstrap, "TIMES_AGAIN", 1)
+            with pytest.raises(Declined, match="it is still starting, or runs another version of noloco"):
+                await bootstrap.joined_run(options, second, local)
+            monkeypatch.setattr(bootstrap, "TIMES_AGAIN", 100_000)
+            asks_again.clear()
+            joining = asyncio.create_task(bootstrap.joined_run(options, second, local))
+            await asks_again.wait()
+            await serve_manifest(first, manifest.canonical_json())
+            assert await joining == manifest
+        identity.close()
 
     run(scenario)
 

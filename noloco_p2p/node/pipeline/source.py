@@ -97,13 +97,10 @@ class MicrobatchSource:
 
     def _reason(self, error: BaseException) -> str:
         """The reason why a microbatch was dropped, as a label."""
-        match error:
-            case Violation():
-                return "violation"
-            case Busy():
-                return "busy"
-            case asyncio.CancelledError():
-                return "cancelled"
+        if isinstance(error, Violation | Busy):
+            return type(error).__name__.lower()
+        if isinstance(error, asyncio.CancelledError):
+            return "cancelled"
         if self._node.draining:
             return "leaving"
         return "paused" if self._swarm.cut_short() else "declined"
