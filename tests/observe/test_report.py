@@ -2,10 +2,12 @@
 
 import base64
 import csv
+import errno
 import fcntl
 import hashlib
 import itertools
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -515,6 +517,25 @@ def test_a_directory_may_have_any_name(node: Path) -> None:
     parsed(render_all(read_runs([strange])))
     assert series.write([strange], node.with_name("series.csv")) == 1
     assert "caf   " in node.with_name("series.csv").read_text("utf-8")
+
+
+def test_the_folder_of_a_volume_that_only_root_may_read_is_none_of_the_run(
+    node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory of a swarm may be a volume of its own: `lost+found/events.jsonl.7: Permission denied`."""
+    volume, stat = node.parent, Path.stat
+    (volume / "lost+found").mkdir()
+    (node / NAME).write_bytes(line("start", 0.0, stage=0) + line("progress", 3.0, stage=0, step=2, tokens=10))
+
+    def of_another_user(path: Path, **how: Any) -> Any:
+        if path.parent.name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", of_another_user)
+    page, rows = volume / "page.html", volume / "rows.csv"
+    assert make([volume], page) == page.stat().st_size
+    assert series.write([volume], rows) == len(rows.read_text().splitlines()) - 1 > 0
 
 
 def test_each_directory_of_a_swarm_is_a_separate_run(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,8 +90,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [n * step for n in range(first, last + 1)]
+    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def time_unit(span_s: float) -> tuple[float, str]:

@@ -194,8 +194,7 @@ class RunCharts:
             for span in _apart(shown, lambda span: span.began_at, apart_s):
                 since_s, until_s = max(span.began_at - self._began_at, 0.0), span.ended_at - self._began_at
                 name = f"{node.name}: {span.state}, {since_s:.0f} to {until_s:.0f} s"
-                place = since_s / self._unit_s, until_s / self._unit_s
-                axes.cell(place, row, STATE_COLOURS[span.state], name)
+                axes.cell((since_s / self._unit_s, until_s / self._unit_s), row, STATE_COLOURS[span.state], name)
             later = [process for process in node.processes if process.began_at >= self._began_at]
             for process in _apart(later, lambda process: process.began_at, apart_s):
                 axes.stroke((process.began_at - self._began_at) / self._unit_s, row)

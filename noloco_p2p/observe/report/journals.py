@@ -13,6 +13,7 @@ from typing import Any
 
 from noloco_p2p.errors import NO_JSON, ConfigError
 from noloco_p2p.humanize import plain
+from noloco_p2p.io.durable_files import MOUNT_POINT
 from noloco_p2p.io.telemetry.journal import NAME, oldest_first
 from noloco_p2p.launch import homes
 
@@ -56,7 +57,8 @@ def node_dirs(paths: Sequence[Path]) -> dict[Path, str]:
     found: dict[Path, None] = {}
     for directory in paths:
         homes.require_run("", directory)
-        here = [each for each in (directory, *sorted(directory.iterdir())) if each.is_dir() and oldest_first(each)]
+        places = (directory, *sorted(each for each in directory.iterdir() if each.name != MOUNT_POINT))
+        here = [each for each in places if each.is_dir() and oldest_first(each)]
         if not here:
             advice = "name the --dir of a node, or of noloco swarm"
             raise ConfigError(f"{directory}: no journal ({NAME}) in it or one level below; {advice}")
