@@ -20,15 +20,14 @@ from noloco_p2p.humanize import plain
 from noloco_p2p.launch.stop_signals import handled
 
 DEBUG = "--debug"
-PROMPT = "--prompt"
 EMPTY_VALUE = re.compile(r"--[a-z-]+=")
 """An option with an empty value in one word."""
 USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
 FULL = ENOSPC, EDQUOT
 WRONG_NAME = EACCES, EPERM, ENAMETOOLONG
 """Errors of a file that the user can fix by naming another one."""
-LACKING = "strict", "surrogateescape"
-"""Python's error handlers for characters that stdout's encoding lacks; the second one is that of the C locale."""
+LACKING = "strict", "surrogateescape", "backslashreplace"
+"""Python's error handlers for characters that an encoding lacks: of stdout, of stdout in the C locale, of stderr."""
 
 
 def run_app(app: typer.Typer, name: str) -> NoReturn:
@@ -41,8 +40,10 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     sys.stderr = sys.stderr or os.fdopen(2, "w", errors=LACKING[1])
     arguments = sys.argv[1:]
     debug = DEBUG in arguments
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in LACKING:
-        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: a locale may lack characters that we print
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in LACKING:
+            # A locale may lack characters that we print. On a terminal, escapes would not fit: they are wider.
+            stream.reconfigure(errors="replace" if stream.isatty() else LACKING[2])
     try:
         _refuse_empty((name, *arguments))
         code = _code_of(app, name, [a for a in arguments if a != DEBUG])
@@ -83,7 +84,7 @@ def _refuse_empty(words: Sequence[str]) -> None:
     directory. Only a prompt may be empty."""
     for before, word in pairwise(words):
         option = before if not word else word[:-1] if EMPTY_VALUE.fullmatch(word) else None
-        if option is not None and PROMPT not in (option, before):
+        if option is not None and "--prompt" not in (option, before):
             raise ConfigError(f"{option} '' is empty: give a value, or leave it out")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -145,6 +146,20 @@ def test_characters_that_a_locale_lacks_are_escaped(encoding: str, tmp_path: Pat
     assert (done.returncode, done.stderr) == (0, b"")
     said = rb"wrote caf\udce9 \u2026; its" if encoding == "ascii" else rb"wrote caf\udce9 " + "…; its".encode()
     assert done.stdout.startswith(said)
+
+
+def test_a_terminal_shows_one_mark_for_each_character_that_its_locale_lacks(tmp_path: Path) -> None:
+    """An escape is wider: where tables are drawn in place, as by noloco top, lines ran over and the screen scrolled."""
+    ours, terminal = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen:
+        command = [*(sys.executable, "-m", "noloco_p2p.cli.main", "key", "new"), "caf\udce9 …"]
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, stdout=terminal, stderr=terminal, timeout=60, check=False
+        )
+        os.close(terminal)
+        assert done.returncode == 0
+        assert screen.read(4096).startswith(b"wrote caf? ?; its")
 
 
 def test_closed_standard_files_are_not_reused_for_others() -> None:
