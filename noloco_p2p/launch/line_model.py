@@ -206,8 +206,7 @@ class LineModel:
             timers = (now - flow.sent_at) // self._timer_s
             if not flow.unacknowledged_bytes and 0 < timers < math.inf:
                 # The same RFC: half the window for each timer in which nothing was sent.
-                halved = flow.window_bytes / 2 ** min(timers, 64.0)
-                flow.window_bytes = max(halved, float(FIRST_WINDOW_BYTES))
+                flow.window_bytes = max(flow.window_bytes / 2 ** min(timers, 64.0), float(FIRST_WINDOW_BYTES))
             flow.latency_s = self.latency_s * math.exp(self._rng.gauss(0.0, self._spread))
         flow.inbox.put(memoryview(data))
         flow.hold_back()

@@ -41,6 +41,8 @@ class NodeProcess:
         """Variables of its process, in addition to those of all nodes."""
         self.readings: deque[node_probe.MetricsReading] = deque(maxlen=READINGS_KEPT)
         """The last readings of its metrics."""
+        self.missed = 0
+        """Readings that have failed since the last one."""
         self._endpoints: node_probe.NodeEndpoints | None = None
         self._process: ForkedProcess | None = None
 
@@ -102,7 +104,9 @@ class NodeProcess:
         try:
             self.readings.append(node_probe.scrape(endpoints.metrics, METRICS_TIMEOUT_S))
         except Unreachable:
+            self.missed += 1
             return None
+        self.missed = 0
         return self.readings[-1]
 
     def last_lines(self, count: int) -> list[str]:

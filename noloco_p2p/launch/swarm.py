@@ -162,7 +162,7 @@ class LocalSwarm:
     def _pauses(self) -> str:
         """A line that says until when all nodes pause, outside the hours they share; empty if they do not all pause."""
         until = hours.closed_until(self._plan.local.limits.hours, local_time())
-        if until is None or {row(node).get("state") for node in self._nodes} - {None, "starting", "paused"}:
+        if until is None or {row(node).get("state") for node in self._nodes} - {None, "starting", "paused", "silent"}:
             return ""
         return f"outside limits.hours: all nodes pause until {until}"
 
@@ -173,7 +173,7 @@ class LocalSwarm:
         there = [node for node in self._nodes if node.endpoints is not None]
         if len(there) < len(self._nodes):
             return f"starting {plural(len(self._nodes), 'node')}: {len(there)} of {len(self._nodes)}"
-        ready = {node.stage for node in self._nodes if row(node).get("state") not in (None, "starting")}
+        ready = {node.stage for node in self._nodes if row(node).get("state") not in (None, "starting", "silent")}
         missing = [str(stage) for stage in range(self._plan.manifest.stages) if stage not in ready]
         return f"waiting for stage {', '.join(missing)}" if missing else "waiting for the first inner step"
 

@@ -47,19 +47,22 @@ Row = Mapping[str, Any]
 
 
 def row(node: NodeProcess) -> Row:
-    """A node's line, from its last readings; the loss is in nats per token, and peers are the other nodes it sees."""
+    """A node's line, from its last readings; the loss is in nats per token, and peers are the other nodes it sees.
+
+    A node is silent if two readings in a row have failed: a single answer may be late on a busy machine.
+    """
     if not node.readings:
         return {"node": node.name, "stage": node.stage}
     old, new = node.readings[0], node.readings[-1]
-    inner_steps = int(new.total("inner_steps_total"))
-    rate = None
-    if new.at > old.at and inner_steps:
+    inner_steps, rate = int(new.total("inner_steps_total")), None
+    state = "silent" if node.missed > 1 else next((state for state, on in new.by("state", "state").items() if on), None)
+    if state == "training" and new.at > old.at and inner_steps:
         rate = (new.total("tokens_total") - old.total("tokens_total")) / (new.at - old.at)
     seen = sum(count for state, count in new.by("state", "peers").items() if state != "left")
     return {
         "node": node.name,
         "stage": node.stage,
-        "state": next((state for state, on in new.by("state", "state").items() if on), None),
+        "state": state,
         "inner step": inner_steps,
         "outer round": int(new.total("outer_rounds_total")),
         "loss": new.total("loss") or None,

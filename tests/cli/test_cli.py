@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from noloco_p2p import __version__
 from noloco_p2p.cli import bench, main, node
 from noloco_p2p.config import RunManifest
+from noloco_p2p.errors import Unreachable
 from noloco_p2p.lab.bench import pipeline
-from noloco_p2p.launch import cpu_seconds, progress_line, swarm_summary
+from noloco_p2p.launch import cpu_seconds, node_probe, progress_line, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.progress_line import ProgressLine
@@ -320,6 +321,33 @@ def test_a_row_is_made_from_readings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     last = written(tmp_path, 1, 1, inner_steps=5, outer_rounds=4, final_loss=None, step=9)
     last.readings.append(reading(12.0, 4.0, 3000.0))
     assert current_row(last)["loss"] is None, "the last loss read is of an earlier step"
+
+
+def test_only_a_node_that_trains_and_answers_has_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that hung, or was paused, went on with its last speed, in its row and in the speed of the swarm."""
+    answers: list[MetricsReading] = [reading(10.0, 0.0, 0.0), reading(12.0, 4.0, 3000.0)]
+
+    def scrape(url: str, timeout_s: float) -> MetricsReading:
+        if not answers:
+            raise Unreachable("no answer")
+        return answers.pop(0)
+
+    monkeypatch.setattr(node_probe, "scrape", scrape)
+    monkeypatch.setattr(NodeProcess, "running", True)
+    monkeypatch.setattr(NodeProcess, "endpoints", NodeEndpoints("A", "run", 1, (), "http://127.0.0.1:1/metrics"))
+    node, shown = NodeProcess(tmp_path, 0, 1), line("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3, step=7.0)
+    node.read_metrics()
+    for reads in (True, False):
+        assert (node.read_metrics() is not None) == reads
+        assert row(node) == shown, "one late answer changes nothing"
+    assert node.read_metrics() is None
+    assert row(node) == shown | {"state": "silent", "tokens/s": None}
+    answers += [reading(14.0, 5.0, 4000.0)]
+    node.read_metrics()
+    assert row(node)["state"] == "training"
+    paused = (*((n, s, v) for n, s, v in reading(0.0, 5.0, 4000.0).samples if n != "noloco_state"),)
+    node.readings.append(MetricsReading(16.0, (*paused, ("noloco_state", {"state": "paused"}, 1.0))))
+    assert [row(node)[column] for column in ("state", "inner step", "tokens/s")] == ["paused", 5, None]
 
 
 def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,8 +198,7 @@ def _report_end(report: DoctorReport, node_dir: Path) -> None:
     started, ended = (node_probe.written_at(node_dir / name) for name in (node_probe.ENDPOINTS, node_probe.SUMMARY))
     if endpoints is not None and (summary is None or ended < started):
         sentence = f"{node_dir}: the node's process {endpoints.pid} is gone, and did not exit cleanly"
-        advice = "restart it with the same --dir: it continues from its checkpoint"
-        report.warning("node", sentence, advice)
+        report.warning("node", sentence, "restart it with the same --dir: it continues from its checkpoint")
     else:
         state = "" if summary is None else f"; its last state: {summary.get('state')}"
         report.ok("node", f"{node_dir}: no node is running here{state}")
