@@ -20,7 +20,7 @@ CODE_LINES = 32_257
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
 """The parts that train, without those that measure, watch and launch."""
-KERNEL_LINES = 15_199
+KERNEL_LINES = 15_191
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}
