@@ -1,14 +1,17 @@
 """Join addresses, announced hosts, known peers, clocks and dial limits: the parts that need no network."""
 
+import asyncio
 import errno
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.dht import addresses
+from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, PeerError, Unreachable
+from noloco_p2p.io.dht import addresses, join_handshake
 from noloco_p2p.io.dht.addresses import (
     PEERS_LIMIT,
     JoinAddress,
@@ -19,7 +22,8 @@ from noloco_p2p.io.dht.addresses import (
     reserve_port,
 )
 from noloco_p2p.io.dht.identity import peer_id_of
-from noloco_p2p.io.dht.join_handshake import DialRateLimit, check_clock
+from noloco_p2p.io.dht.join_handshake import DialRateLimit, check_clock, first_manifest
+from noloco_p2p.sim import virtual_time
 
 PEER = peer_id_of(bytes(range(32)))
 
@@ -190,6 +194,39 @@ def test_a_corrupt_file_of_known_peers_is_ignored(tmp_path: Path, text: str) -> 
     path.write_text(text)
     known = KnownPeers(path)
     assert known.unlinked(set(), 10) == []
+
+
+SILENT, BUSY, STARTING = Unreachable("no answer"), Busy("busy"), Declined("it is still starting")
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        ((SILENT, STARTING, None), (b"{}", 0.5, 1.0)),
+        ((SILENT, STARTING), STARTING),
+        ((STARTING, BUSY, SILENT), STARTING),
+        ((SILENT, BUSY), SILENT),
+    ],
+)
+def test_if_no_joined_peer_describes_the_run_one_that_answered_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, answers: Sequence[PeerError | None], found: object
+) -> None:
+    """A call that takes two seconds leaves one second of doubt about the clocks."""
+
+    async def fetch(_: object, number: int) -> tuple[bytes, float]:
+        await asyncio.sleep(2.0)
+        if (error := answers[number]) is not None:
+            raise error
+        return b"{}", 0.5
+
+    async def scenario() -> object:
+        try:
+            return await first_manifest(Mock(joined=[Mock(peer_id=number) for number in range(len(answers))]))
+        except PeerError as error:
+            return error
+
+    monkeypatch.setattr(join_handshake, "fetch_manifest", fetch)
+    assert virtual_time.run(scenario(), limit_s=9.0) == found
 
 
 def test_clocks_may_differ_by_half_a_lifetime() -> None:

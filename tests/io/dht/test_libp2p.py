@@ -22,6 +22,7 @@ from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.dht.join_handshake import (
+    DIAL_BACK_CALL,
     MANIFEST_CALL,
     DialRateLimit,
     ask_dial_back,
@@ -341,8 +342,9 @@ def test_a_joined_peer_dials_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr("noloco_p2p.io.dht.join_handshake.PROBE_TIMEOUT_S", 0.1)
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:4") == "no answer within 0.1 s"
             assert dialled == [(f"127.0.0.1:{port}", b.peer_id) for port in (1, 2, 3, 4)]
-            with pytest.raises(Declined, match="not of the form host:port"):
-                await ask_dial_back(b, a.peer_id, "nonsense")
+            for nonsense in (b"nonsense", b"\xff:1"):
+                with pytest.raises(Declined, match="not of the form host:port"):
+                    await b.call(a.peer_id, DIAL_BACK_CALL, nonsense, 5.0)
             with pytest.raises(Busy):
                 await ask_dial_back(b, a.peer_id, "127.0.0.1:1")
             assert len(dialled) == 4

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,8 @@ from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.dht.join_handshake import (
     DIAL_BACK_CALL,
+    TRIED,
+    UNTRIED,
     DialRateLimit,
     ask_dial_back,
     check_reachable,
@@ -455,6 +458,7 @@ def test_streams_under_many_names_do_not_keep_out_those_of_the_relays(monkeypatc
         assert len(spliced) == ways_in.MAX_STREAMS + 1, "only this node's relays bring streams of others"
         await cancelled(carrying)
         assert not ways._open
+        assert not ways._streams.hosts
 
     asyncio.run(scenario())
 
@@ -604,6 +608,39 @@ def test_the_port_of_a_router_is_kept_if_another_joined_peer_gets_through(
     assert ways.not_through_router.called is not kept
 
 
+@pytest.mark.parametrize(
+    ("joined", "outside", "said"),
+    [
+        ((), "", []),
+        ((), OUTSIDE, [UNTRIED]),
+        (("192.168.1.3",), OUTSIDE, [UNTRIED]),
+        (("8.8.8.8",), OUTSIDE, [TRIED]),
+        (("8.8.8.8",), "", []),
+    ],
+)
+def test_a_node_says_whether_anybody_has_reached_it_through_its_router(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    joined: tuple[str, ...],
+    outside: str,
+    said: list[str],
+) -> None:
+    """The first node of a run has nobody to ask, and does not wait for anybody."""
+    monkeypatch.setattr(join_handshake, "ask_dial_back", AsyncMock(return_value=None))
+    caplog.set_level(logging.INFO)
+    peers = tuple(JoinAddress(host, 4001, STRANGER) for host in joined)
+    libp2p = cast(Libp2pDaemon, Mock(joined=peers, reach=Reach(joined)))
+    ways = Mock(serve=AsyncMock(), through_router=AsyncMock(return_value=outside))
+
+    async def scenario() -> tuple[bool, float]:
+        began = asyncio.get_running_loop().time()
+        return await check_reachable(libp2p, OWN, ways), asyncio.get_running_loop().time() - began
+
+    assert virtual_time.run(scenario(), limit_s=9.0) == (not outside, 0.0)
+    assert ways.serve.called is bool(outside)
+    assert caplog.messages == [one % outside for one in said]
+
+
 @pytest.mark.parametrize("address", ["8.8.4.4:9", "192.168.1.2:9"])
 def test_the_doctor_says_what_a_node_would_find(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """The first joined peer may be behind a firewall that lets nothing out."""
@@ -639,7 +676,10 @@ def test_a_relay_keeps_nothing_of_streams_that_have_ended() -> None:
     asyncio.run(scenario())
 
 
-def test_members_whose_links_cannot_be_opened_do_not_keep_a_node_from_the_others() -> None:
+@pytest.mark.parametrize("most", [24, 10])
+def test_members_whose_links_cannot_be_opened_do_not_keep_a_node_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     dead = {peer_id_of(bytes([i]) * 32): JoinAddress("127.0.0.1", 1, peer_id_of(bytes([i]) * 32)) for i in range(24)}
     dialled = set[PeerId]()
 
@@ -653,11 +693,13 @@ def test_members_whose_links_cannot_be_opened_do_not_keep_a_node_from_the_others
             assert len(targets) == DIALS
             dialled.update(target.peer_id for target in targets)
 
+    monkeypatch.setattr(ways_in, "MAX_LINKS", most)
+
     async def scenario() -> None:
         ways = WaysIn(cast(Libp2pDaemon, Libp2p()), cast(Streams, None), ("127.0.0.1", 9))
         for _ in range(100):
             await ways._keep_links()
-        assert dialled == dead.keys()
+        assert len(dialled) == most
 
     asyncio.run(scenario())
 
@@ -678,6 +720,26 @@ def test_a_node_asks_a_few_members_to_relay_in_an_order_of_its_own_and_those_tha
         mine, others = await asked_by(STRANGER), await asked_by(peer_id_of(bytes([99]) * 32))
         assert len(set(mine)) == len(mine)
         assert mine != others
+        libp2p = Mock(joined=(), met=dict.fromkeys(links), peer_id=STRANGER, links=AsyncMock(return_value=links))
+        willing = Mock(reserve=AsyncMock())
+        ways = WaysIn(libp2p, willing, ("127.0.0.1", 9))
+        assert [await ways.find_relays() for _ in range(3)] == [True, False, False]
+        assert willing.reserve.await_count == (2 + 1 + 1) * ways_in.RELAYS, "later its own relays only"
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_maps_only_one_of_two_ports_is_of_no_use() -> None:
+    """Nothing stays mapped, and neither the advert nor a join address names the router."""
+
+    async def scenario() -> None:
+        router = Mock(map=AsyncMock(side_effect=Unreachable("full")), end=AsyncMock(), place=Mock(return_value=None))
+        libp2p = Mock(router=router, outside=OUTSIDE)
+        ways = WaysIn(libp2p, Mock(), ("127.0.0.1", 9))
+        assert await ways.through_router() == ""
+        assert libp2p.router is None
+        router.end.assert_awaited_once_with()
+        assert ways.addresses() == ("p2p",)
 
     asyncio.run(scenario())
 
