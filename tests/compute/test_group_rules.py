@@ -1,5 +1,6 @@
 """Rules that take from all replicas of a stage, on real tensors: `diloco` is torch's SGD, `sync` one large batch."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -115,12 +116,18 @@ def test_a_difference_shows_in_the_digest() -> None:
 
 
 @pytest.mark.parametrize("tokens", [-1.0, 0.5])
-def test_gradients_with_an_invalid_number_of_tokens_are_refused(tokens: float) -> None:
+def test_gradients_that_are_too_large_or_of_an_invalid_number_of_tokens_are_refused(tokens: float) -> None:
     stages = [of_peer[0] for of_peer in replicas_of(rule="sync").values()]
     mine, theirs = (stage.snapshot(1, 1) for stage in stages[:2])
     request = SnapshotRequest(0)
     sent = stages[1].encode(theirs, request, "a")
     assert stages[0].decode(mine, request, sent).peer == "b"
+    run = stages[0]._manifest
+    most = 1024.0 * run.microbatches_per_step * run.microbatch_size * run.sequence_length
+    for value in (most, -1.001 * most):
+        sent.tensors[0].data.cast("f")[0] = value
+        with nullcontext() if value == most else pytest.raises(Violation, match="the limit is"):
+            stages[0].decode(mine, request, sent)
     sent.tensors[0].data.cast("f")[-1] = tokens
     with pytest.raises(Violation, match="tokens"):
         stages[0].decode(mine, request, sent)

@@ -98,8 +98,10 @@ def test_a_pair_pulls_and_merges_round_after_round(codec: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_vector_that_came_as_bfloat16_is_added_up_part_by_part_to_the_same_bits(dtype: torch.dtype) -> None:
     u, sent = torch.randn(2, 2 * partner_guard.CHUNK + 5, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    mine, whole = host_tensor.from_torch("vector", u), host_tensor.from_torch("vector", sent)
+    assert snapshot_codec._own_plus_difference(mine, whole) is whole, "nothing was rounded"
     sent = sent.bfloat16()
-    mine, theirs = host_tensor.from_torch("vector", u), host_tensor.from_torch("vector", sent)
+    theirs = host_tensor.from_torch("vector", sent)
     found = host_tensor.to_torch(snapshot_codec._own_plus_difference(mine, theirs))
     assert torch.equal(found, u + (sent.to(dtype) - u.bfloat16().to(dtype)))
 

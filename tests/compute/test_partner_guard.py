@@ -28,7 +28,9 @@ def replicas(rule: str, *peers: str) -> list[TorchStage]:
     return found
 
 
-def pulled(stage: TorchStage, other: TorchStage, round: int, change: float = 0.0) -> tuple[FrozenRound, PartnerVector]:
+def pulled(
+    stage: TorchStage, other: TorchStage, round: int, change: float | torch.Tensor = 0.0
+) -> tuple[FrozenRound, PartnerVector]:
     """What `stage` decodes from the other's vector, after every value was moved by `change`."""
     mine, request = stage.snapshot(round, 0), SnapshotRequest(0)
     sent = other.encode(other.snapshot(round, 0), request, "me")
@@ -98,6 +100,7 @@ def test_a_single_far_value_comes_no_further_than_the_limit_in_a_codec_with_boun
     assert found.limits[0] == limits[0]
     assert usual.apart[0] < found.apart[0] < 0.9 * mine.radii[0]
     assert values(sent)[7] == far[7], "what was sent is left as it was"
+    assert judge(mine, replace(sent, vector=found.vector)).sizes == pytest.approx(found.sizes)
 
 
 def test_a_vector_whose_single_values_are_too_far_counts_as_clipped_only_if_they_matter() -> None:
@@ -186,8 +189,12 @@ def test_two_that_agree_with_each_other_but_not_with_this_replica_are_taken() ->
 def test_two_that_differ_or_lead_far_away_are_refused_however_often_they_come() -> None:
     stage, other, third = replicas("noloco", "me", "other", "third")
     acquainted(stage, other)
-    for one, change in [(other, 0.08), (third, -0.08), (other, 100.0), (third, 100.0)] * 2:
-        assert pulled(stage, one, 9, change)[1].verdict == "refused"
+    change = torch.full((stage.state.parameters,), 0.08, dtype=torch.float64)
+    in_part = change.clone()
+    in_part[len(in_part) // 2 :] *= -1
+    for one, others in [(change, in_part), (1000 * change, 1000 * change)] * 2:
+        assert pulled(stage, other, 9, one)[1].verdict == "refused"
+        assert pulled(stage, third, 9, others)[1].verdict == "refused"
 
 
 def test_two_far_vectors_with_an_ordinary_one_between_them_are_no_pair() -> None:

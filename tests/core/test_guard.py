@@ -11,6 +11,7 @@ from noloco_p2p.core.guard import (
     NORMS_KEPT,
     RADIUS,
     REFUSED,
+    WINDOW,
     NormClip,
     PairDistances,
     factors,
@@ -33,6 +34,14 @@ def test_the_radius_is_a_multiple_of_the_lower_quartile_and_follows_the_learning
     assert pairs.radii(0.5) == (2 * RADIUS, 20 * RADIUS)
     assert pairs.radii(1.0) == (4 * RADIUS, 40 * RADIUS)
     assert pairs.radii(0.1) == (2 * RADIUS, 20 * RADIUS), "what came before fades with the rounds, not at once"
+
+
+def test_only_the_last_distances_count() -> None:
+    pairs = usual(*[(0.1,)] * WINDOW)
+    for _ in range(WINDOW):
+        pairs.observe((1.0,), 0.25)
+    assert pairs.radii(0.25) == (RADIUS,)
+    assert pairs.radii(1.0) == (4 * RADIUS,)
 
 
 def test_few_distances_or_no_learning_rate_tell_nothing() -> None:
