@@ -27,8 +27,10 @@ COPIES = 5
 """How many nodes store a record, besides the one that it belongs to."""
 CHECKED_AT_ONCE = 8
 """How many records are checked before other tasks get a turn: 10 ms, if none of them has been checked before."""
-ANSWERED_KEPT = 256
-"""How many of the nodes that have answered a search are remembered, the last ones: more than one reading asks."""
+REMEMBERED = 256
+"""How many of the nodes that have answered are remembered, and of those that have not: more than one reading asks."""
+AVOIDED_S = 60.0
+"""For how long a search does not ask a node that has not answered, unless it answers when it is asked directly."""
 
 
 class Findings:
@@ -56,7 +58,7 @@ class Findings:
         self.peers.pop(peer, None)
         if answered:
             self.peers[peer], self.count = None, self.count + 1
-        for oldest in list(self.peers)[:-ANSWERED_KEPT]:
+        for oldest in list(self.peers)[:-REMEMBERED]:
             del self.peers[oldest]
 
 
@@ -66,7 +68,7 @@ async def create(p2p: Any, validator: AdvertValidator, findings: Findings, *, as
 
     A node with `asks_only` stays out of others' routing tables and answers nobody, because most could not reach it.
     """
-    from hivemind.dht.node import DHTNode
+    from hivemind.dht.node import Blacklist, DHTNode
     from hivemind.dht.protocol import DHTProtocol
     from hivemind.proto import dht_pb2
 
@@ -83,10 +85,9 @@ async def create(p2p: Any, validator: AdvertValidator, findings: Findings, *, as
         num_workers=WORKERS,
         wait_timeout=WAIT_TIMEOUT_S,
         record_validator=validator,
-        backoff_rate=1.0,  # however long a peer has been away, it is asked again after the same 5 s
         authorizer=_Inspection(validator),
     )
-    protocol = node.protocol
+    protocol, node.blacklist = node.protocol, Blacklist(AVOIDED_S, 1.0, maxsize=REMEMBERED)
     # With a cache, readers would get what a stranger put into it instead of what is stored.
     protocol.storage, protocol.cache = RecordStore(), RecordStore(0)
     protocol.call_find = functools.partial(findings.take, protocol.call_find)
@@ -177,8 +178,8 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
 
 def forget_spares(node: Any) -> None:
     """Drop what hivemind keeps for good, whoever sent it: the nodes for which there is no room in its routing table,
-    except the newest ones, and the failures of peers."""
-    node.blacklist.clear()
+    except the newest ones, and how often peers have failed."""
+    node.blacklist.ban_counter.clear()
     table = node.protocol.routing_table
     for place in [one for bucket in table.buckets for one in list(bucket.replacement_nodes)[:-NEIGHBOURS]]:
         del table[place]
@@ -241,8 +242,11 @@ async def ask(node: Any, peers: Iterable[PeerId], keys: Sequence[str]) -> None:
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import PeerID
 
-    find, key_ids = node.protocol.call_find, [DHTID.generate(key) for key in keys]
-    await asyncio.gather(*(find(PeerID.from_base58(peer), [key_id]) for peer in peers for key_id in key_ids))
+    async def ask_one(peer: Any, key: str) -> None:
+        if await node.protocol.call_find(peer, [DHTID.generate(key)]) is not None:
+            node.blacklist.register_success(peer)
+
+    await asyncio.gather(*(ask_one(PeerID.from_base58(peer), key) for peer in peers for key in keys))
 
 
 def records(node: Any, findings: Findings, key: str) -> dict[object, tuple[object, float]]:
