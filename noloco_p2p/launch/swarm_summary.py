@@ -80,7 +80,10 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     if loss is not None:
         found.append(f"validation loss {loss:.4f} nats per token, perplexity {figure(perplexed, 4)}")
     speed = "" if rate is None else f", {rate:,.0f} tokens/s while training"
-    return [*found, f"{summary['tokens']:,} tokens{speed}"]
+    found.append(f"{summary['tokens']:,} tokens{speed}")
+    if killed := sum(node["inner_steps"] is None and (node["exit_code"] or 0) < 0 for node in summary["nodes"]):
+        found.append(f"without {plural(killed, 'killed node')}: see noloco report")
+    return found
 
 
 def _mean(summaries: Iterable[Mapping[str, Any]], figure: str) -> float | None:

@@ -417,6 +417,10 @@ def test_the_summary_is_computed_from_the_nodes(tmp_path: Path, monkeypatch: pyt
         "validation loss 2.5000 nats per token, perplexity 12.18",
         "2,000 tokens, 200 tokens/s while training",
     ]
+    monkeypatch.setattr(NodeProcess, "exit_code", -9)
+    (nodes[0].dir / "summary.json").unlink()
+    lines = swarm_summary.summary_lines(swarm_summary.summarise(nodes, manifest, 4, 30.0))
+    assert lines[-1] == "without 3 killed nodes: see noloco report", "not as if they had done nothing"
 
 
 @pytest.mark.parametrize(
@@ -470,6 +474,7 @@ def test_the_summary_of_a_run_that_has_diverged_or_not_begun_has_lines() -> None
         "outer_rounds": 0,
         "tokens": 0,
         "tokens_per_s": None,
+        "nodes": [],
     }
     begun = {"validation_loss": None, "validation_perplexity": None}
     first = "not completed after 3 s: 0 inner steps, 0 outer rounds"
