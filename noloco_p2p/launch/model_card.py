@@ -34,8 +34,8 @@ contains every setting of the run, and names the replicas that the weights come 
 
 
 MERGED = {
-    "mean": "the mean of all replicas",
-    "trimmed": "the mean of all replicas without the outermost values",
+    "mean": "the mean of the replicas",
+    "trimmed": "the mean of the replicas without the outermost values",
     "one": "one replica",
 }
 
@@ -54,7 +54,7 @@ def model_card(record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     later = record["step"] > (summary.get("inner_steps") or manifest["steps"]) + manifest["outer"]["inner_steps"]
     tokens = None if later or summary.get("resumed_from_step") is not None else summary.get("tokens")
     data, loss = manifest["data"], summary.get("validation_loss") if summary.get("completed") else None
-    merged = MERGED[record["merge"]]
+    merged, nodes = MERGED[record["merge"]], humanize.plural(sum(map(len, record["stages"])), "node")
     rows = {
         "data": data["dataset"] or DATA.get(data["kind"], data["kind"]),
         "tokenizer": data["tokenizer"],
@@ -62,7 +62,7 @@ def model_card(record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         "tokens": humanize.count(tokens) if tokens else "",
         "validation loss": f"{humanize.loss(loss)} nats per token" if loss is not None else "",
         "swarm": f"{humanize.plural(manifest['stages'], 'stage')}, outer rule {manifest['outer']['rule']}",
-        "weights": f"{merged} of each stage, of {sum(map(len, record['stages']))} nodes",
+        "weights": f"{merged} of each stage that had this round, {nodes} in all",
         "run": record["run_id"],
     }
     lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)

@@ -437,7 +437,7 @@ def test_the_model_card_says_what_the_model_is_and_how_to_load_it(data: DataSett
     assert "| steps | 1,500 of 3,000, outer round 50 |" in card
     assert "| tokens | 12,345 |" in card, "those that it was trained on before it was stopped"
     assert "validation loss" not in card
-    assert "| weights | the mean of all replicas of each stage, of 3 nodes |" in card
+    assert "| weights | the mean of the replicas of each stage that had this round, 3 nodes in all |" in card
     assert "| tokens |" not in model_card(record, {})
     stopped = {"completed": False, "tokens": 12_345, "resumed_from_step": None}
     assert "| tokens | 12,345 |" in model_card(record, stopped | {"inner_steps": 1_499})
