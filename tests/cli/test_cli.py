@@ -467,7 +467,7 @@ def test_a_node_that_took_no_step_has_a_peer_id_but_no_speed(tmp_path: Path, mon
 
 def test_the_summary_of_a_run_that_has_diverged_or_not_begun_has_lines() -> None:
     """It ended in a traceback, because such a loss has no perplexity."""
-    known = {
+    known: dict[str, Any] = {
         "completed": False,
         "wall_s": 3.0,
         "inner_steps": None,
