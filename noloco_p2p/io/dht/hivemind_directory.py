@@ -121,8 +121,7 @@ class HivemindDirectory:
             raise Unreachable("the directory has lost all adverts, including this node's own")
         read = list[AdvertRecord]()
         for key, stage in self._keys.items():
-            found = entries[key]
-            living = adverts.living_records(found, self._run_id, stage, dht_time(), self._seen)
+            living = adverts.living_records(entries[key], self._run_id, stage, dht_time(), self._seen)
             read += [record async for record in in_turns(living)]
         records = adverts.newest_of_each(read)
         self._seen = frozenset(record.advert.peer_id for record in records)
