@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Priority = tuple[int, float, int]
@@ -23,10 +23,11 @@ class Timeline:
         """Run an action this many seconds from now."""
         heapq.heappush(self._heap, (self.now + seconds, next(self._numbers), action))
 
-    def next(self) -> None:
-        """Advance to the next action and run it. Raises IndexError if none is left."""
-        self.now, _, action = heapq.heappop(self._heap)
-        action()
+    def run(self) -> None:
+        """Run all actions, and those that they add."""
+        while self._heap:
+            self.now, _, action = heapq.heappop(self._heap)
+            action()
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +41,10 @@ class JobServer:
     """Total duration of all unfinished jobs."""
     worked_s: float = 0.0
     _busy: bool = False
-    _jobs: list[tuple[Priority, int, float, Action, Action | None]] = field(default_factory=list)
+    _jobs: list[tuple[Priority, int, float, Action, Action]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
-    def submit(self, priority: Priority, work: float, ended: Action, began: Action | None = None) -> None:
+    def submit(self, priority: Priority, work: float, ended: Action, began: Action = lambda: None) -> None:
         """Queue a job. `began` and `ended` are called when it starts and when it ends."""
         seconds = work / self.speed
         self.backlog_s += seconds
@@ -55,8 +56,7 @@ class JobServer:
             return
         self._busy = True
         _, _, seconds, ended, began = heapq.heappop(self._jobs)
-        if began is not None:
-            began()
+        began()
         self.timeline.after(seconds, lambda: self._end(seconds, ended))
 
     def _end(self, seconds: float, ended: Action) -> None:
@@ -65,3 +65,20 @@ class JobServer:
         self.worked_s += seconds
         ended()
         self._next()
+
+
+def carry(parts: Sequence[JobServer], priority: Priority, nbytes: int, ended: Action) -> None:
+    """Send over all parts of a path at once: each part starts when the previous one does, or once it is free."""
+    left = len(parts)
+
+    def part_ended() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            ended()
+
+    def enter(part: int) -> None:
+        further = (lambda: enter(part + 1)) if part + 1 < len(parts) else (lambda: None)
+        parts[part].submit(priority, nbytes, part_ended, further)
+
+    enter(0)

@@ -4,8 +4,10 @@ The figures of the shipped scenarios are checked to within a few percent, to exp
 """
 
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from soak import soak
 
 from noloco_p2p.lab.scenario_files import load
+from noloco_p2p.lab.sim_command import SimRequest, simulate
 from noloco_p2p.sim.job_server import JobServer, Timeline
 from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.simulation import geography_of, sizes_of
@@ -77,13 +80,13 @@ def test_if_nothing_takes_time_there_is_no_bound() -> None:
 
 @pytest.mark.parametrize(
     ("name", "sets", "tokens_per_s"),
-    [("protocol-nanogpt", (), 9_980), ("protocol-nanogpt", OWN_LINES, 5_520)],
+    [("protocol-nanogpt", (), 9_980), ("protocol-nanogpt", OWN_LINES, 5_570)],
 )
 def test_the_bound_of_eight_stages_in_a_row(name: str, sets: tuple[str, ...], tokens_per_s: float) -> None:
     assert of_file(name, *sets) == pytest.approx(tokens_per_s, rel=0.005)
 
 
-@pytest.mark.parametrize(("microbatches", "share"), [(4, 0.59), (16, 0.85), (32, 0.92)])
+@pytest.mark.parametrize(("microbatches", "share"), [(4, 0.61), (16, 0.94), (32, 0.96)])
 def test_more_microbatches_hide_the_latency_between_continents(microbatches: int, share: float) -> None:
     scenario = load(FILES / "continents.yaml", [f"run.microbatches_per_step={microbatches}"])
     for seed in range(3):
@@ -150,6 +153,40 @@ def test_no_device_or_line_exceeds_its_capacity(
         assert found.tokens_per_s <= sum(lines) / (ends * nbytes) * TOKENS * (1 + 1e-9)
 
 
+def drawn(seed: int) -> Scenario:
+    """A small swarm of 20 steps without losses, jitter, faults and outer rounds."""
+    rng = random.Random(seed)
+    draw: dict[str, list[Any]] = {
+        "compute.forward_s": [0.01, 0.2, 1.0],
+        "compute.backward_s": [0.0001, 0.4],
+        "compute.inner_step_s": [0.0, 1.0],
+        "compute.node_spread": [0.0, 0.5],
+        "network.access.up_mbit_per_s": [20, 1000],
+        "network.link.latency_s": [0.0002, 0.05],
+        "network.slow_start_after_idle": ["true", "false"],
+        "run.microbatches_per_step": [1, 2, 3, 4],
+        "run.routing": ["random", "weighted", "balanced", "fixed"],
+        "workload.hidden_size": [16, 512],
+    }
+    sets = [f"{key}={rng.choice(values)}" for key, values in draw.items()]
+    replicas = [rng.randint(1, 3) for _ in range(rng.randint(2, 3))]
+    sets += ["run.steps=20", "run.outer.pairing=none", "workload.microbatch_size=1"]
+    return load(None, [f"replicas={replicas}", "network.access.down_mbit_per_s=200", *sets])
+
+
+HARD_SEEDS = (6, 8, 24, 55, 58)
+"""Swarms that reach more than a model with one order, equal targets under `balanced`, or a choice that ignores
+places."""
+
+
+@pytest.mark.parametrize("seed", [*HARD_SEEDS, *soak(range(100, 160))])
+def test_no_swarm_exceeds_the_bound(seed: int) -> None:
+    found = simulate(SimRequest(drawn(seed), seed))
+    assert found.broken is None
+    assert found.figures is not None
+    assert 0 < (found.figures.share_of_bound or 0) <= 1 + 1e-3
+
+
 # --- a server ---------------------------------------------------------------------------------------------------------
 
 
@@ -168,8 +205,7 @@ def test_a_server_finishes_its_job_and_takes_the_most_urgent_next() -> None:
     for name, urgency, work in (("a", 1, 2.0), ("b", 1, 4.0), ("c", 0, 1.0)):
         job(name, urgency, work)
     assert server.backlog_s == 3.5
-    for _ in range(3):
-        timeline.next()
+    timeline.run()
     assert seen == [
         ("a begins", 0.0),
         ("a ends", 1.0),
