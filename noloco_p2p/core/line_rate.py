@@ -48,13 +48,11 @@ MESSAGE_S, MIN_MESSAGE_BYTES, UNMEASURED_BYTES = 0.1, 1 << 14, 1 << 16
 not been measured UNMEASURED_BYTES. A receiver sees nothing of a message before all of it is there, and gives up a
 transfer of which it has seen nothing for 5 s: on a line of 5 Mbit/s that carries several bodies, 1 MiB took longer."""
 CONNECTIONS = 16
-FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 14, 3 << 16
+FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 3 << 16
 """If its peer is at least FAR_S away, a body uses one more connection for each FAR_BYTES that the line carries in a
 round trip, but at most one more for each PART_BYTES of the body, and at most CONNECTIONS in all. A single connection
 has 15 KB in flight after a rest, twice as much after each round trip, and never more than its buffers hold. Twice as
-many connections reach full speed a round trip earlier. With more than FAR_BYTES, losses of 1 % would leave a body only
-one connection: they keep each at 18 KB, so with fewer connections the line seems slower, and then it needs still fewer.
-PART_BYTES is a little less than what one connection carries in
+many connections reach full speed a round trip earlier. PART_BYTES is a little less than what one connection carries in
 its first four flights, 225 KB."""
 MIN_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
 """Such a body is divided into the same number of messages for each connection, so that all end at about the same time:
