@@ -43,7 +43,7 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in LACKING:
             # A locale may lack characters that we print. On a terminal, escapes would not fit: they are wider.
-            stream.reconfigure(errors="replace" if stream.isatty() else LACKING[2])
+            stream.reconfigure(errors="replace" if stream.isatty() else "backslashreplace")
     try:
         _refuse_empty((name, *arguments))
         code = _code_of(app, name, [a for a in arguments if a != DEBUG])

@@ -28,7 +28,7 @@ COPIES = 5
 CHECKED_AT_ONCE = 8
 """How many records are checked before other tasks get a turn: 10 ms, if none of them has been checked before."""
 REMEMBERED = 256
-"""How many of the nodes that have answered are remembered, and of those that have not: more than one reading asks."""
+"""How many nodes that have answered are remembered, and how many that have not: more than one reading asks."""
 AVOIDED_S = 60.0
 """For how long a search does not ask a node that has not answered, unless it answers when it is asked directly."""
 
@@ -43,6 +43,7 @@ class Findings:
         self.peers = dict[Any, None]()
         """Those that answered when last asked, the latest last."""
         self.count = 0
+        """How often one has answered."""
 
     async def take(self, find: Callable[..., Awaitable[Any]], peer: Any, key_ids: Sequence[Any]) -> Any:
         """hivemind's `call_find`: ask a peer for the records that it holds under a key, and keep the valid ones."""
@@ -209,8 +210,8 @@ def nearest(node: Any, findings: Findings, key: str) -> list[PeerId]:
 async def store(
     node: Any, findings: Findings, own: tuple[str, PeerId, bytes, float], at: Iterable[PeerId], copies: int
 ) -> bool:
-    """Store this node's `own` record (key, peer id, payload, expiration) `at` the first of these peers that answer, so
-    many `copies` of it. Returns whether any has stored it."""
+    """Store this node's `own` record (key, peer id, payload, expiration) `at` the first `copies` of these peers that
+    answer. Returns whether any of them has stored it."""
     from hivemind.p2p import PeerID
 
     (key_id, record), (_, me, _, expires), untried = _signed(node, *own), own, map(PeerID.from_base58, at)

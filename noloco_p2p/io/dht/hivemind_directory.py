@@ -27,8 +27,8 @@ REJOIN_PERIOD_S = 10.0
 """How often known peers without a link are dialled again, and linked peers are made aware of this node, seconds."""
 DIALS_PER_REJOIN = 8
 ASKED_AT_ONCE = 16
-"""How many linked peers are asked for the records they hold at each rejoin, or notified that this node leaves: so many
-of those in the last reading, and so many of all."""
+"""How many linked peers are asked for the records they hold at each rejoin, or notified that this node leaves; and as
+many of those in the last reading, in case most links are those of strangers."""
 SHORTEST_TTL_S = 15.0
 """Lifetime of the record that a node has left, and of a record announced again after it expired during a sleep."""
 _MIN_GROWTH_S = 0.001
@@ -116,8 +116,8 @@ class HivemindDirectory:
         asked_at = dht_time()
         await self._search(list(self._keys))
         entries = {key: dht_node.records(self._node, self._findings, key) for key in self._keys}
-        until = self._until(self._newest.stage) if self._newest is not None else 0.0
-        if until > asked_at + dht_node.WAIT_TIMEOUT_S and not any(entries.values()):
+        own, living_at = self._newest, asked_at + dht_node.WAIT_TIMEOUT_S
+        if own is not None and not any(entries.values()) and self._until(own.stage) > living_at:
             raise Unreachable("the directory has lost all adverts, including this node's own")
         read = list[AdvertRecord]()
         for key, stage in self._keys.items():
@@ -255,7 +255,7 @@ class HivemindDirectory:
 
     def _some(self, linked: Sequence[PeerId]) -> list[PeerId]:
         turn, self._turn = self._turn, self._turn + ASKED_AT_ONCE
-        seen = [peer for peer in linked if peer in self._seen]  # strangers with many links do not put their turn off
+        seen = [peer for peer in linked if peer in self._seen]
         return sorted({some[(turn + n) % len(some)] for some in (seen, linked) if some for n in range(ASKED_AT_ONCE)})
 
     async def _bootstrap(self) -> None:
