@@ -102,7 +102,7 @@ def _code_of(app: typer.Typer, name: str, arguments: list[str]) -> int:
             return 0
         place = getattr(getattr(error, "ctx", None), "command_path", name)
         line = " ".join(text.split()).rstrip(".").replace("Value error, ", "")
-        fail(f"{line}; see {place} --help", USER_ERROR)
+        fail(f"{line}{' See' if line.endswith('?') else '; see'} {place} --help", USER_ERROR)
     return code if isinstance(code, int) else 0
 
 

@@ -58,6 +58,7 @@ def _os_error(number: int, *filename: str) -> OSError:
         (MemoryError(), 2, "error: not enough memory (MemoryError: ): use a smaller "),
         (ConfigError("it is\x1b wrong\nand long"), 2, "error: it is  wrong\nand long\n"),
         (typer.BadParameter("it is\nwrong."), 2, "error: Invalid value: it is wrong; see noloco --help\n"),
+        (typer.BadParameter("wrong. Is it?"), 2, "error: Invalid value: wrong. Is it? See noloco --help\n"),
         (typer.Exit(3), 3, ""),
         (typer.Abort(), 130, ""),
         (KeyboardInterrupt(), 130, ""),
