@@ -18,8 +18,9 @@ from noloco_p2p.core.line_rate import MIN_MESSAGE_BYTES
 BYTES_PER_MBIT = 125_000
 HELD_S = 0.1
 """Capacity of the bucket, in seconds at its rate. An event loop that wakes up later than this wastes some of it."""
-CAPPED_MESSAGE_S = 0.05
-"""The size to which messages on a capped line are limited, in seconds at its rate."""
+CAPPED_MESSAGE_S = 0.0125
+"""The size to which messages on a capped line are limited, in seconds at its rate. Senders see only the size and take
+the line for one that is an eighth as fast, so they use few connections (`MeasuredLine.granted`)."""
 SHARE = 0.1
 """Minimum share of a busy line for each waiting kind."""
 

@@ -41,19 +41,21 @@ FAST_BYTES_PER_S = 100e6
 """How much may wait unsent in the socket of a connection. It is little, because it is sent before everything that is
 written later. On a line of at least FAST_BYTES_PER_S even the larger amount is sent in 10 ms, and the sender need not
 be woken for every 128 KiB."""
-UNSENT_S = 0.1
-"""On a line that takes longer than this for UNSENT_BYTES, only what it sends in UNSENT_S may wait."""
+UNSENT_S = 0.025
+"""On a line that takes longer than this for UNSENT_BYTES, only what it sends in UNSENT_S may wait, because a body may
+use sixteen connections."""
 MESSAGE_S, MIN_MESSAGE_BYTES, UNMEASURED_BYTES = 0.1, 1 << 14, 1 << 16
 """A message has what the line sends in MESSAGE_S, but at least MIN_MESSAGE_BYTES, an HTTP/2 frame; on a line that has
 not been measured UNMEASURED_BYTES. A receiver sees nothing of a message before all of it is there, and gives up a
 transfer of which it has seen nothing for 5 s: on a line of 5 Mbit/s that carries several bodies, 1 MiB took longer."""
 CONNECTIONS = 16
-FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 3 << 16
+FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 14, 3 << 16
 """If its peer is at least FAR_S away, a body uses one more connection for each FAR_BYTES that the line carries in a
 round trip, but at most one more for each PART_BYTES of the body, and at most CONNECTIONS in all. A single connection
 has 15 KB in flight after a rest, twice as much after each round trip, and never more than its buffers hold. Twice as
-many connections reach full speed a round trip earlier. PART_BYTES is a little less than what one connection carries in
-its first four flights, 225 KB."""
+many connections reach full speed a round trip earlier. With a larger FAR_BYTES, losses of 1 % would leave a body only
+one connection: they keep each at 18 KB, so with fewer connections the line seems slower, and then it needs still fewer.
+PART_BYTES is a little less than what one connection carries in its first four flights, 225 KB."""
 MIN_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
 """Such a body is divided into the same number of messages for each connection, so that all end at about the same time:
 STRIPES in all, or fewer of at least MIN_STRIPE_BYTES. There are not more, because messages cost CPU: 33.5 MB and an
@@ -198,8 +200,8 @@ class MeasuredLine:
 
     def granted(self, peer: PeerId, nbytes: int, wanted_bytes: int) -> int:
         """`connections` of a body for which a peer wants messages of at most `wanted_bytes`. Unless that is 0, it shows
-        how fast the peer's own line is, or half as fast if that is capped: each connection may have a window in transit
-        beyond the cap."""
+        how fast the peer's own line is, or an eighth as fast if that is capped: each connection may have a window in
+        transit beyond the cap."""
         if wanted_bytes:
             self._lines[peer] = wanted_bytes / MESSAGE_S if wanted_bytes < PACK_BYTES else math.inf
         return self.connections(peer, nbytes)

@@ -85,8 +85,8 @@ def test_a_full_line_passes_its_rate() -> None:
     assert RATE * 10 <= passed <= RATE * (10 + HELD_S) + 50_000
 
 
-@pytest.mark.parametrize(("rate", "most"), [(RATE, 50_000), (RATE / 10, MIN_MESSAGE_BYTES)])
-def test_a_message_takes_a_twentieth_of_a_second_unless_a_frame_takes_longer(rate: float, most: int) -> None:
+@pytest.mark.parametrize(("rate", "most"), [(10 * RATE, 125_000), (RATE, MIN_MESSAGE_BYTES)])
+def test_a_message_takes_an_eightieth_of_a_second_unless_a_frame_takes_longer(rate: float, most: int) -> None:
     assert LineCap(rate).message_bytes == most
 
 

@@ -9,6 +9,7 @@ from noloco_p2p.core.line_rate import (
     ASKED_S,
     CONNECTIONS,
     DOWN_SHARE,
+    FAR_BYTES,
     FAR_S,
     FILLER_BYTES,
     MIN_ASKED,
@@ -283,10 +284,24 @@ def test_what_comes_from_a_peer_depends_on_the_line_down_and_not_on_what_the_pee
     line.answered("B", 0.1)
     line.up.ended(line.up.began(0.0), RATE, 1.0)
     line.down.ended(line.down.began(0.0), 1000 * RATE, 1.0)
-    assert (line.connections("B", much), line.connections("B", much, comes=True)) == (2, CONNECTIONS)
-    assert (line.filler_bytes("B", much), line.filler_bytes("B", much, comes=True)) == FILLER_BYTES[::-1]
-    assert line.granted("B", much, MIN_MESSAGE_BYTES) == 1
+    needed = 1 + int(RATE / 10) // FAR_BYTES
+    assert (line.connections("B", much), line.connections("B", much, comes=True)) == (needed, CONNECTIONS)
+    assert (line.filler_bytes("B", much), line.filler_bytes("B", much, comes=True)) == (0, FILLER_BYTES[0])
+    assert line.granted("B", much, MIN_MESSAGE_BYTES - 1) == 1
     assert line.connections("B", much, comes=True) == CONNECTIONS
+
+
+def test_where_losses_limit_each_connection_a_body_keeps_using_several() -> None:
+    # At 1 % a connection has 1.22 · 1,460 bytes / √0.01 in flight.
+    line, round_trip_s, nbytes, now = MeasuredLine(), 0.4, 1 << 20, 0.0
+    line.answered("B", round_trip_s)
+    used = []
+    for _ in range(2 * PARTS):
+        used.append(line.connections("B", nbytes))
+        began = line.up.began(now)
+        now += nbytes * round_trip_s / (used[-1] * 17_812)
+        line.up.ended(began, nbytes, now)
+    assert set(used) == {1 + nbytes // PART_BYTES}
 
 
 def test_of_too_many_peers_those_are_forgotten_that_were_not_used_for_longest() -> None:
