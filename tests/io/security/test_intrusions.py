@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from members import HOUR_S, Club, forged, private, public
+from node_stub import NodeStub
 from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo, run
 
 from noloco_p2p.config import ListenSettings
@@ -45,7 +46,6 @@ from noloco_p2p.io.security.revocations import DenyList, Revocations
 from noloco_p2p.io.transport import callers
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 
 OTHER = peer_id_of(bytes(range(32)))

@@ -18,6 +18,7 @@ from daemons import daemon
 from daemons import run as run_daemons
 from machine import at_most
 from members import HOUR_S, RUN, Club, public
+from node_stub import NodeStub
 from test_intrusions import transport
 from transport_fixture import SOON_S, Node, activation, all_have_ended, hang, logged, run, soon, tensor
 
@@ -38,7 +39,6 @@ from noloco_p2p.io.transport import callers, connection_limit, slow_transfers
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.connection_limit import ConnectionLimit
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 
 ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))

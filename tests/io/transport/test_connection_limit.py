@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from machine import at_most
+from node_stub import NodeStub
 from transport_fixture import (
     SOON_S,
     Events,
@@ -36,7 +37,6 @@ from noloco_p2p.io.transport import callers, connection_limit, message_codec, se
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.connection_limit import ConnectionLimit
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 
 ME = callers.metadata()
 DEADLINE = "grpc.server_handshake_timeout_ms"

@@ -22,7 +22,7 @@ from noloco_p2p.io.transport.frame_codec import packed, unpacked
 ROOT = Path(__file__).resolve().parents[3]
 OLDEST = dict(re.findall(r'"([a-z-]+)[>=]=([0-9.]+)', (ROOT / "pyproject.toml").read_text()))
 """Package → the oldest version allowed."""
-STUBS = ("noloco_pb2.py", "noloco_pb2.pyi", "noloco_pb2_grpc.py", "noloco_pb2_grpc.pyi")
+STUBS = ("noloco_pb2.py", "noloco_pb2.pyi")
 
 
 def generate(*arguments: str) -> None:
@@ -40,7 +40,7 @@ def generate(*arguments: str) -> None:
 
 
 def test_generating_the_stubs_again_changes_nothing(tmp_path: Path) -> None:
-    generate(*(f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")))
+    generate(*(f"--{kind}_out={tmp_path}" for kind in ("python", "mypy")))
     made = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
     assert made == sorted(STUBS)
     for name in STUBS:
@@ -55,11 +55,10 @@ def test_the_contract_states_its_version() -> None:
     assert f"noloco/manifest/{named}" == MANIFEST_CALL, "nodes of other versions are refused when they join"
 
 
-def test_the_stubs_are_no_newer_than_the_oldest_grpcio_allowed() -> None:
-    text = (ROOT / "noloco_p2p" / "io" / "transport" / "noloco_pb2_grpc.py").read_text()
-    (made_with,) = re.findall(r"^GRPC_GENERATED_VERSION = '(.*)'$", text, re.MULTILINE)
-    assert made_with == OLDEST["grpcio-tools"]
-    assert Version(made_with) <= Version(OLDEST["grpcio"])
+def test_the_stubs_are_no_newer_than_the_oldest_protobuf_allowed() -> None:
+    text = (ROOT / "noloco_p2p" / "io" / "transport" / "noloco_pb2.py").read_text()
+    (made_with,) = re.findall(r"^# Protobuf Python Version: (.*)$", text, re.MULTILINE)
+    assert Version(made_with) <= Version(OLDEST["protobuf"])
 
 
 def test_every_message_field_and_method_is_documented(tmp_path: Path) -> None:

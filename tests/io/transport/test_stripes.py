@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 from link_fixture import Proxy
+from node_stub import NodeStub
 from soak import soak
 from state_fixture import LONG, LONG_SPECS, NUMBER, Donor
 from transport_fixture import (
@@ -68,7 +69,6 @@ from noloco_p2p.io.transport.exchange import Collected, Fetched, SentActivation,
 from noloco_p2p.io.transport.filler import Warming
 from noloco_p2p.io.transport.frame_codec import FILLERS, packed, unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.slow_transfers import RESERVE_S, Patience, Silent, Unread
 from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes

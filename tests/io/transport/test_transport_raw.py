@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from node_stub import NodeStub
 from transport_fixture import (
     LARGE,
     OTHER_RUN,
@@ -33,7 +34,6 @@ from noloco_p2p.core.messages import Activation, Gradient, Header
 from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.ports import Body
 

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from machine import at_most
+from node_stub import NodeStub
 from soak import soak
 from transport_fixture import (
     LARGE,
@@ -59,7 +60,6 @@ from noloco_p2p.io.transport.callers import (
 )
 from noloco_p2p.io.transport.capped_line import WINDOW_BYTES, OwnersLine
 from noloco_p2p.io.transport.incoming import IncomingActivation
-from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
 from noloco_p2p.io.transport.slow_transfers import MIN_BYTES_PER_S, RESERVE_S, RESTART, Patience, Silent, Unread
