@@ -133,8 +133,8 @@ def main() -> None:
     # Imports create hardly any garbage, but collecting took a fifth of their time. `bootstrap.check_model` enables it.
     gc.disable()
     # The first process of a container ignores signals for which it has no handler. While the node is still importing,
-    # nothing has begun, so there is nothing to report.
-    with handled(lambda *_: sys.exit(0), signal.SIGTERM):
+    # nothing has begun, so there is nothing to report, nor anything to pause.
+    with handled(lambda *_: sys.exit(0), signal.SIGTERM), handled(lambda *_: None, signal.SIGUSR1, signal.SIGUSR2):
         try:
             run_app(app, "noloco-node")
         except SystemExit as end:

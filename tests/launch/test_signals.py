@@ -216,3 +216,24 @@ def test_an_interrupt_does_not_wait_until_torch_is_imported(tmp_path: Path) -> N
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1].endswith("stopped at once")
+
+
+STARTING = """
+import signal
+from noloco_p2p.cli.node import main
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.launch import foreseen
+def check(*_, **__):
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR2)
+    raise ConfigError("still here")
+foreseen.check_node = check
+main()
+"""
+
+
+def test_a_node_that_has_just_been_started_survives_the_signals_to_pause_and_resume() -> None:
+    """In its first second they ended it."""
+    command = [sys.executable, "-c", STARTING, "--config", "tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: still here\n")
