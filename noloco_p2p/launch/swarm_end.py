@@ -35,8 +35,8 @@ def sample_lines(run_dir: Path) -> list[str]:
             from noloco_p2p.launch.evaluation import run_generate
 
             text = "".join(run_generate(model, "", tokens=SAMPLE_TOKENS, temperature=0.8, seed=0, device="cpu"))
-    except (NolocoError, OSError) as error:
-        return [f"no sample: {error}"]
+    except (NolocoError, OSError, KeyboardInterrupt) as error:
+        return [f"no sample: {str(error) or 'interrupted'}"]
     wrapped = (line for long in text.splitlines() for line in textwrap.wrap(long, WIDTH, drop_whitespace=False))
     shown = (plain(line).rstrip() for line in wrapped)  # a model that has learnt little may write control characters
     return ["the model writes:", *[f"    {line}" for line in shown if line][:LINES]]

@@ -20,7 +20,7 @@ from tracked import read_back
 
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.io.storage import checkpoint_format
-from noloco_p2p.launch import node_probe, node_process, run_files
+from noloco_p2p.launch import node_probe, node_process, run_files, swarm_end
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.stop_signals import stop_signals
 from noloco_p2p.launch.swarm import LocalSwarm, run_swarm
@@ -498,6 +498,23 @@ def test_a_signal_after_a_completed_run_does_not_tell_to_continue_it(
     assert json.loads((ended / "summary.json").read_text())["completed"] is True
     said = capsys.readouterr().out.splitlines()
     assert said[-2:] == [f"summary: {ended}/summary.json", f"report    noloco report {ended} --out {ended}/report.html"]
+
+
+def test_ctrl_c_during_the_sample_of_a_completed_run_ends_only_the_sample(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands to try next were not printed either."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(swarm_end, "run_export", interrupted)
+    monkeypatch.setattr(swarm_end, "TENSORS", "*/summary.json")
+    given = read(None, {}, ["stages=1", "start_replicas=1", "checkpoint.every_steps=null"])
+    assert run_swarm(given, ended, None, plain=True) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in said[-4:]] == ["no", "report", "export", "generate"]
+    assert said[-4] == "no sample: interrupted"
 
 
 def test_a_failure_that_cannot_be_told_does_not_lose_the_summary(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
