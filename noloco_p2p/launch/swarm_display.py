@@ -130,16 +130,17 @@ class Display:
         `doing`: what the swarm does while it does not train.
         """
         shown = rows if len(rows) <= MAX_ROWS else stage_rows(rows)
+        width = 0 if self._live is None else self._live.console.width
+        progress = self._progress.line(rows, width)
         if self._live is not None:
-            width = self._live.console.width
-            head = doing or self._progress.line(rows, width)
+            head = doing or progress
             if self._live.console.options.ascii_only:
                 head = head.translate(IN_ASCII)
             above = [Text(head, no_wrap=True, overflow="ellipsis")] if head else []
             self._live.start()  # does nothing if it is already running
             self._live.update(Group(*above, _table(shown, width), *map(Text, notes)), refresh=True)
         elif not doing:
-            lines = [self._progress.line(rows), *map(_plain_line, shown), *notes]
+            lines = [progress, *map(_plain_line, shown), *notes]
             print("\n".join(filter(None, lines)), flush=True)
         elif doing != self._doing:
             print(doing, flush=True)
@@ -166,8 +167,8 @@ class RunProgress:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._began_at = time.monotonic()
-        self._first: tuple[float, float] | None = None
-        """(time, mean step) at the first reading with a step."""
+        self._first: tuple[float, float, float] | None = None
+        """Time, moved forward by pauses, and mean step of the first reading with a step; time of the last reading."""
 
     def line(self, rows: Sequence[Row], width: int = 0) -> str:
         """One line: steps, share, tokens/s, loss, time so far, time left; if `width` is given, with a bar.
@@ -179,8 +180,10 @@ class RunProgress:
         if not steps:
             return ""
         now, step = time.monotonic(), min(fmean(steps), self._steps)
-        self._first = self._first or (now, step)
-        done, spent_s = step - self._first[1], now - self._first[0]
+        at, began, seen_at = self._first or (now, step, now)
+        if all(row.get("state") == "paused" for row in first):
+            at += now - seen_at
+        self._first, done, spent_s = (at, began, now), step - began, now - at
         rate = sum(row.get("tokens/s") or 0.0 for row in first)
         losses = [row["loss"] for row in first if row.get("loss")]
         so_far = humanize.stopwatch(now - self._began_at)

@@ -70,6 +70,27 @@ def test_one_line_shows_the_progress_and_the_time_left(clock: Clock) -> None:
     assert all(len(line) <= width and "━╌" in line for width, line in lines.items()), "a bar at every width"
 
 
+@pytest.mark.parametrize("doing", ["", "outside limits.hours: all nodes pause until 22:00"])
+def test_the_time_left_leaves_out_pauses(doing: str, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a day outside the hours of all nodes, the rest of the run seemed to take three times as long."""
+    display = Display(1000, plain=True)
+
+    def shown(seconds: float, step: float, doing: str = "", *states: str) -> str:
+        clock.now += seconds
+        rows = nodes(2, 2, step=step, state="training")
+        display.show(
+            [{**row, "state": state} for row, state in zip(rows, (*states, *["training"] * 4), strict=False)], [], doing
+        )
+        return capsys.readouterr().out.split("\n")[0]
+
+    shown(5, 10)
+    assert shown(60, 110).endswith("1:05  8:54 left")
+    shown(10, 110, doing, *["paused"] * 4)
+    shown(36_000, 110, doing, *["paused"] * 4)
+    assert shown(30, 110).endswith("10:01:45  13:21 left"), "one that is back works"
+    assert shown(30, 210, "", "paused").endswith("10:02:15  7:54 left"), "as long as any of stage 0 trains, it is work"
+
+
 def test_the_time_left_is_never_negative_even_if_the_mean_step_falls(clock: Clock) -> None:
     progress = RunProgress(60)
     fast, slow = nodes(1, 2, loss=4.0, **{"tokens/s": None})
