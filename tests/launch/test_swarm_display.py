@@ -4,19 +4,22 @@ import errno
 import io
 import os
 import signal
+import socket
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.launch import progress_line, swarm, swarm_display
-from noloco_p2p.launch.node_probe import MetricsReading, scrape
+from noloco_p2p.launch.node_probe import METRICS_BYTES, MetricsReading, scrape
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.stop_signals import stop_signals
 from noloco_p2p.launch.swarm import LocalSwarm
@@ -282,6 +285,27 @@ def test_nodes_are_read_without_the_proxy_of_the_environment(name: str, monkeypa
         telemetry.event("inner_step", inner_step=1, step=1.0, tokens=0, loss_sum=0.0, loss_tokens=0)
         port = telemetry.serve("127.0.0.1", 0)
         assert scrape(f"http://127.0.0.1:{port}/metrics", 5.0).total("inner_steps_total") == 1
+
+
+def test_an_endless_answer_is_not_read_to_its_end() -> None:
+    """Another program may listen at the port of a node that has ended. The launcher took 3 GB for 3 GB of answer."""
+    sent: list[int] = []
+
+    def answer() -> None:
+        connection, _ = server.accept()
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+            for _ in range(64):
+                connection.sendall(b"0" * METRICS_BYTES)
+                sent.append(METRICS_BYTES)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = Thread(target=answer)
+        other.start()
+        with pytest.raises(Unreachable):
+            scrape(f"http://127.0.0.1:{server.getsockname()[1]}/metrics", 5.0)
+        other.join()
+    assert len(sent) < 60, "the rest is at most in the buffers of the sockets"
 
 
 @pytest.mark.parametrize("trains", [False, True])
