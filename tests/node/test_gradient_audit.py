@@ -1,9 +1,12 @@
 """The same data through two replicas of stage 1, in simulated swarms (`node/pipeline/gradient_audit`)."""
 
+import asyncio
 from collections import Counter
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from short_runs import manifest_for
@@ -16,7 +19,7 @@ from noloco_p2p.core.messages import MAX_AVOIDED, Advert, Batch, Gradient, HostT
 from noloco_p2p.core.routing import StepView
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.node.membership import Membership
-from noloco_p2p.node.pipeline.gradient_audit import GradientAudit
+from noloco_p2p.node.pipeline.gradient_audit import GradientAudit, Twins
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.pipeline.task import StageResult
 from noloco_p2p.sim import virtual_time
@@ -130,6 +133,37 @@ def test_data_are_repeated_only_where_a_comparison_shows_who_is_wrong(
         return len(twins.replies)
 
     assert virtual_time.run(main()) == repeats, "one that was not finite is not compared"
+
+
+def test_only_those_whose_gradients_differ_are_reported_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica set aside for something else was accused as well."""
+    state = copy(run().nodes["s0r0"].node.state)
+    state.hold(cast(Any, SimpleNamespace(state=state.stage.state, compare=_differ)))
+    state.telemetry = cast(Any, SimpleNamespace(event=lambda *_, **__: None))  # not the trace of the cached run
+    said: list[str | None] = []
+    monkeypatch.setattr(state, "trouble", lambda name, message: said.append(message))
+    found = iter([(True, "s1r2"), (True, None), (True, "s1r1"), (True, "s1r4")])
+    monkeypatch.setattr(gradient_pairs.GradientPairs, "observe", lambda *_: next(found))
+    swarm, nothing = Membership(state), HostTensor("nothing", "float32", (0,), memoryview(b""))
+
+    async def main() -> None:
+        swarm.members.distrust("not finite", now=state.now(), for_s=60.0)
+        audit = GradientAudit(state, swarm, secret=1)
+        for wait_s in (0.0, 0.0, 10.0, members.DISTRUSTED_S - 5.0):
+            await asyncio.sleep(wait_s)
+            twins = Twins(Batch(nothing, nothing))
+            for number in range(2):
+                microbatch, done = MicrobatchId("s0r0", 1, number), Contribution(None, 0.0, 0, True, finite=True)
+                reply = Gradient(microbatch, nothing, 0.0, 0, (f"s1r{number}",), True)
+                await audit.ended(twins, microbatch, StageResult(done, f"s1r{number}", reply))
+
+    virtual_time.run(main())
+    ending = "differ from those of all others for the same data: set aside"
+    assert said == [f"gradients of {names} {ending}" for names in ("s1r2", "s1r1, s1r2", "s1r1, s1r4")]
+
+
+async def _differ(one: Gradient, other: Gradient) -> gradient_pairs.GradientLikeness:
+    return gradient_pairs.GradientLikeness((1.0, 1.0), -1.0)
 
 
 def test_no_more_replicas_are_to_be_avoided_than_a_message_may_name() -> None:

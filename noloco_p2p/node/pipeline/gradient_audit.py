@@ -31,6 +31,7 @@ class GradientAudit:
         self._node = node
         self._swarm = swarm
         self._pairs = GradientPairs(secret)
+        self._dissenters = set[PeerId]()
 
     def twins(self, microbatch: MicrobatchId, batch: Batch) -> Twins | None:
         """The pair that this microbatch opens, if the next one is to have the same data; otherwise None.
@@ -68,5 +69,6 @@ class GradientAudit:
             return
         self._swarm.members.distrust(dissenter, now=node.now())
         node.distrust("dissenter", peer=dissenter)
-        named = ", ".join(sorted(self._swarm.members.distrusted(node.now())))
+        self._dissenters.add(dissenter)
+        named = ", ".join(sorted(self._dissenters & self._swarm.members.distrusted(node.now()).keys()))
         node.trouble(DISTRUST, f"gradients of {named} differ from those of all others for the same data: set aside")
