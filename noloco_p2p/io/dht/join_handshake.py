@@ -8,7 +8,7 @@ import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
@@ -212,6 +212,12 @@ async def _reached(libp2p: Libp2pDaemon, peer: JoinAddress, address: str) -> tup
     return peer, reason
 
 
+def outsiders_first(joined: Iterable[JoinAddress]) -> list[JoinAddress]:
+    """These peers in the order in which they are asked how they reach this node. Those outside its own network come
+    first, because one inside cannot tell whether others get in."""
+    return sorted(joined, key=_is_near)
+
+
 def _is_near(peer: JoinAddress) -> bool:
     return host_scope(peer.host) == "private"
 
@@ -227,7 +233,7 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 1):
         await asyncio.sleep(attempt)
         failure = nowhere = ""
-        for peer in libp2p.joined:
+        for peer in outsiders_first(libp2p.joined):
             try:
                 by, where, reason = await find_way(libp2p, peer, address, ways)
             except PeerError as error:

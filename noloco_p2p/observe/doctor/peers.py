@@ -172,10 +172,11 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
 async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> None:
     """Have a joined peer dial back this machine's gRPC address, at which this process listens, or find another way in.
 
-    The first joined peer that can be asked decides, unless another reaches this machine (`find_way`), as for a node.
+    As for a node, the first joined peer that can be asked decides, those outside this network first, unless another
+    reaches this machine (`find_way`).
     """
     failure = ""
-    for peer in libp2p.joined:
+    for peer in join_handshake.outsiders_first(libp2p.joined):
         try:
             with report.step(f"having {short_id(peer.peer_id)} dial back to {address}"):
                 peer, where, reason = await join_handshake.find_way(libp2p, peer, address, ways)

@@ -641,6 +641,55 @@ def test_a_node_says_whether_anybody_has_reached_it_through_its_router(
     assert caplog.messages == [one % outside for one in said]
 
 
+@pytest.mark.parametrize("outsider_first", [True, False])
+@pytest.mark.parametrize(
+    ("outside", "open_to_outsider", "direct", "said"),
+    [
+        (OUTSIDE, True, False, f"at {OUTSIDE}, a port mapped"),
+        (OUTSIDE, False, False, "reached over links that it keeps"),
+        ("", False, False, "reached over links that it keeps"),
+        (OUTSIDE, None, False, "is behind it and cannot test it"),
+        ("", None, True, f"reaches this machine at {OWN}"),
+    ],
+)
+def test_a_joined_peer_outside_decides_how_a_node_is_reached_wherever_it_is_listed(
+    monkeypatch: pytest.MonkeyPatch,
+    outsider_first: bool,
+    outside: str,
+    open_to_outsider: bool | None,
+    direct: bool,
+    said: str,
+) -> None:
+    """Behind one in its own network, it was not asked whether the router's ports lead to the node, and the node took a
+    private address for one that all others reach. None: it cannot be asked."""
+
+    async def answer(_: object, peer: PeerId, place: str) -> str | None:
+        if peer == STRANGER:
+            return None
+        if open_to_outsider is None:
+            raise Unreachable("gone")
+        return None if place == "p2p" or (place == outside and open_to_outsider) else "shut"
+
+    monkeypatch.setattr(join_handshake, "ask_dial_back", answer)
+    joined = [JoinAddress("192.168.1.3", 4001, STRANGER), JoinAddress("8.8.8.8", 4001, RELAYING)]
+    libp2p = cast(Libp2pDaemon, Mock(joined=tuple(joined[:: -1 if outsider_first else 1])))
+    report = DoctorReport(as_json=True)
+
+    async def scenario() -> bool:
+        ways = [Mock(serve=AsyncMock(), not_through_router=AsyncMock()) for _ in range(2)]
+        for each in ways:
+            each.through_router = AsyncMock(return_value=outside)
+        await _dialled_back(report, libp2p, OWN, ways[0])
+        found = await check_reachable(libp2p, OWN, ways[1])
+        assert ways[1].serve.called is not found
+        assert ways[1].not_through_router.called is (outside != "" and open_to_outsider is False)
+        return found
+
+    assert virtual_time.run(scenario(), limit_s=9.0) is direct
+    [(_, finding)] = report.findings
+    assert said in finding.sentence
+
+
 @pytest.mark.parametrize("address", ["8.8.4.4:9", "192.168.1.2:9"])
 def test_the_doctor_says_what_a_node_would_find(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """The first joined peer may be behind a firewall that lets nothing out."""
