@@ -1,16 +1,17 @@
 """Threads for calls that may block for as long as somebody else likes."""
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
 
-class BlockingCalls(Executor):
-    """Runs calls in threads that do not keep the process alive, unlike those of a ThreadPoolExecutor, and that last as
-    long as the process does. Belongs to one event loop."""
+class BlockingCalls(ThreadPoolExecutor):
+    """Runs calls in threads of its own, which do not keep the process alive, unlike those of a ThreadPoolExecutor, and
+    last as long as the process does. Belongs to one event loop, of which it may be the default executor: only for that
+    it is a ThreadPoolExecutor."""
 
     def __init__(self, name: str, most: int = 1) -> None:
         """`most`: how many calls run at once, in their order."""
@@ -24,6 +25,9 @@ class BlockingCalls(Executor):
             self._to_start -= 1
             Thread(target=self._run, name=self._name, daemon=True).start()
         return done
+
+    def shutdown(self, *_: object, **__: object) -> None:
+        """Wait for nothing."""
 
     def _run(self) -> None:
         while True:

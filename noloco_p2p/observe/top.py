@@ -17,6 +17,7 @@ from rich.text import Text
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
 from noloco_p2p.humanize import DASH, compact, elapsed, figure, plain, plural, short_id
+from noloco_p2p.io.blocking_calls import BlockingCalls
 from noloco_p2p.launch.progress_line import can_rewrite
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
@@ -111,6 +112,8 @@ async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readin
     if bool(join) == (url is not None):
         raise ConfigError("give either --join ADDR or --url http://HOST:PORT: every node prints both when it starts")
     if url is not None:
+        # A loop waits at its end for its usual executor, which may be asking a name server.
+        asyncio.get_running_loop().set_default_executor(BlockingCalls("names", survey.AT_ONCE))
         yield from_url(url)
         return
     from noloco_p2p.launch.bootstrap import observing

@@ -16,10 +16,23 @@ from noloco_p2p.io.dht import reach
 reach.LOOKUP_S = 0.1
 asyncio.run(reach.Reach([]).addresses(["slow.example"]))
 """
+TOP_HANGS = """
+import socket, threading
+socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.observe import survey, top
+survey.TIMEOUT_S = 0.1
+try:
+    top.run_top((), "http://slow.example:9", once=False, as_json=False, interval_s=1.0)
+except Unreachable as error:
+    assert "no answer" in str(error)
+"""
 
 
-def test_a_name_server_that_does_not_answer_keeps_no_command_from_ending() -> None:
-    subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=60.0)
+@pytest.mark.parametrize("program", [HANGS, TOP_HANGS])
+def test_a_name_server_that_does_not_answer_keeps_no_command_from_ending(program: str) -> None:
+    """noloco top waited for it at its end, also after Ctrl-C."""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60.0)
 
 
 @pytest.mark.parametrize("most", [1, 2])
