@@ -86,7 +86,7 @@ class Checkpointer:
         if not await node.waits.until(
             lambda: all(map(self._is_guarded, last)), "guardian", Resource.SWARM, left_s, why=ForRound(last[0].round)
         ):
-            node.event("warning", message="leaving although no guardian has pulled its weights")
+            node.event("warning", message=f"leaving although no guardian has the weights of {stages}")
 
     async def _last_weights(self) -> list[Holding]:
         """Begin to write this node's checkpoint, and if it is the last replica, freeze its weights for guardians, if

@@ -290,7 +290,7 @@ def test_a_last_replica_leaves_once_a_guardian_that_answers_lists_its_weights() 
         place.sees(place.guardian("h", Holding(0, 5, 12)))
         await asyncio.sleep(1.0)
         assert leaving.done()
-        assert not place.said("no guardian has pulled")
+        assert not place.said("no guardian has the weights")
         assert place.saved == [(4, 12.0, False)]
 
     at(scenario)
@@ -315,7 +315,19 @@ def test_a_last_replica_whose_guardian_does_not_come_leaves_in_time() -> None:
     async def scenario(place: Place) -> None:
         place.sees(place.guardian())
         assert await place.leaves() == pytest.approx(20.0 - LAST_WORDS_S)
-        assert place.said("no guardian has pulled") == 1
+        assert place.said("no guardian has the weights of stage 0") == 1
+
+    at(scenario)
+
+
+def test_a_node_that_leaves_with_the_only_weights_of_another_stage_says_whose_they_are() -> None:
+    """It called them its own."""
+
+    async def scenario(place: Place) -> None:
+        place.node.update(holds=(Holding(1, 3, 12),))
+        place.sees(place.mate())
+        await place.leaves()
+        assert place.said("leaving although no guardian has the weights of stage 1") == 1
 
     at(scenario)
 
