@@ -9,9 +9,9 @@ from typing import Any
 
 
 class BlockingCalls(ThreadPoolExecutor):
-    """Runs calls in threads of its own, which do not keep the process alive, unlike those of a ThreadPoolExecutor, and
-    last as long as the process does. Belongs to one event loop, of which it may be the default executor: only for that
-    it is a ThreadPoolExecutor."""
+    """Runs calls in threads that do not keep the process alive, unlike those of a ThreadPoolExecutor, and that last as
+    long as the process does. Belongs to one event loop. It is a ThreadPoolExecutor by name only, because a loop accepts
+    nothing else as its default executor."""
 
     def __init__(self, name: str, most: int = 1) -> None:
         """`most`: how many calls run at once, in their order."""

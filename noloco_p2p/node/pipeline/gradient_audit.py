@@ -69,6 +69,6 @@ class GradientAudit:
             return
         self._swarm.members.distrust(dissenter, now=node.now())
         node.distrust("dissenter", peer=dissenter)
-        self._dissenters.add(dissenter)
-        named = ", ".join(sorted(self._dissenters & self._swarm.members.distrusted(node.now()).keys()))
+        self._dissenters = {*self._dissenters, dissenter} & self._swarm.members.distrusted(node.now()).keys()
+        named = ", ".join(sorted(self._dissenters))
         node.trouble(DISTRUST, f"gradients of {named} differ from those of all others for the same data: set aside")
