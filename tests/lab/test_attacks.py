@@ -38,7 +38,7 @@ def test_false_losses_change_no_weights_and_only_what_is_said_of_evaluations_by_
     ("attack", "size", "percent"),
     [
         ("busy", SHORT, 2.0),
-        ("labels-x1000", SHORT, 2.0),
+        *soak([("labels-x1000", SHORT, 2.0)]),
         *soak(
             (attack, WHOLE, percent)
             for attack, percent in {

@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], tuple[str, ...]]]] = {
 }
 
 
-ALWAYS = ["ids.arrow", "rows.csv", "text.xz"]
+ALWAYS = ["ids.arrow", "rows.csv"]
 """The others differ only in what the tests of the data reader cover."""
 
 

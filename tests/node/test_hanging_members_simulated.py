@@ -83,7 +83,6 @@ def hanging_beside(stages: int, seed: int, times: int) -> RunFigures:
     ("reports", "stages", "seed"),
     [
         ("nothing", 2, 1),
-        ("progress", 2, 2),
         *soak((reports, stages, seed) for reports in REPORTS for stages in (2, 3) for seed in (1, 2, 3)),
     ],
 )

@@ -71,7 +71,7 @@ def test_trained_replicas_that_were_cut_off_keep_their_weights_and_a_fresh_one_c
                 assert merge.at_s > came.at_s, "initial weights and trained ones are never merged"
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("routing", ["random", *soak(["balanced"])])
 def test_trained_replicas_that_were_away_for_longer_than_they_had_trained_copy_the_fresh_one(routing: str) -> None:
     """They may have slept for days, and the stage would lose what it has learnt since."""
     outcome = check(cut_off(FOR_LONG_S, routing=routing, steps=150))
