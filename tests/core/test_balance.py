@@ -14,6 +14,7 @@ from noloco_p2p.core.balance import (
     capacities,
     choose_move,
     choose_stage,
+    expected,
     may_move,
     others_left,
 )
@@ -86,6 +87,22 @@ def test_newcomers_spread_at_once_the_largest_ids_first() -> None:
         assert choose_stage(advert("b", 1, "starting"), [advert("a", 1, "starting"), other], 2) == 0
 
 
+@pytest.mark.parametrize(
+    ("stages", "speeds", "chosen"),
+    [("00200", "11111", "00211"), ("202120", "122112", "202101"), ("3022233", "2211222", "3022011")],
+)
+def test_of_stages_that_have_become_equal_the_one_with_the_fewest_replicas_gets_the_next(
+    stages: str, speeds: str, chosen: str
+) -> None:
+    """One digit for each node."""
+    start = [
+        advert(str(at), int(stage), "starting", microbatches_per_s=float(speed))
+        for at, (stage, speed) in enumerate(zip(stages, speeds, strict=True))
+    ]
+    found = [choose_stage(*without(start, one.peer_id), max(map(int, stages)) + 1) for one in start]
+    assert "".join(map(str, found)) == chosen
+
+
 def test_a_newcomer_takes_the_slowest_stage_not_the_smallest() -> None:
     fast = advert("a", 0, microbatches_per_s=9.0, settled=True)
     slow = [advert(p, 1, microbatches_per_s=2.0, settled=True) for p in "bcd"]
@@ -129,9 +146,19 @@ def test_a_replica_without_a_speed_counts_as_the_mean_of_its_stage_else_of_all()
 
 
 def test_nobody_moves_for_the_rounding_of_a_sum() -> None:
-    nodes = [advert(peer, peer in "xy", "starting", microbatches_per_s=0.1) for peer in "abcxy"]
-    assert 3 * 0.1 - 0.1 > 2 * 0.1
+    nodes = [advert(peer, peer in "xy", "starting", microbatches_per_s=1.3) for peer in "abcxy"]
+    now = capacities(nodes, 2)
+    assert now.of_stage[0] - now.one_more[0] > now.of_stage[1]
     assert [choose_stage(*without(nodes, peer), 2) for peer in "abcxy"] == [0, 0, 0, 1, 1]
+
+
+def test_capacities_do_not_depend_on_the_order_of_nodes() -> None:
+    """Each node lists itself last."""
+    nodes = [
+        replace(one, microbatches_per_s=speed) for one, speed in zip(trainers("abc"), (0.1, 0.2, 0.3), strict=True)
+    ]
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+    assert capacities(nodes, 1) == capacities(nodes[::-1], 1)
 
 
 def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
@@ -179,6 +206,40 @@ def test_a_stage_is_idle_if_most_of_the_stage_before_say_so_whatever_doubted_pee
     ]  # fmt: skip
 
 
+def test_what_holds_up_moves() -> None:
+    adverts = [*trainers("ab"), advert("c", 0, moving_to=1), advert("d", 0, "finished"), advert("e", 1, "paused")]
+    away = [advert(state, 1, state) for state in ("starting", "waiting", "syncing", "draining")]
+    found = {HoldUp(one.peer_id, "away") for one in away} | {HoldUp("c", "moves"), HoldUp("c", "unmeasured")}
+    assert HoldUp.among([*adverts, *away]) == found
+
+
+@pytest.mark.parametrize(
+    ("why", "speed", "counts", "stays"),
+    [
+        ("away", 1.0, False, False),
+        ("idle", 1.0, False, False),
+        ("moves", 1.0, True, True),
+        ("moves", 0.0, True, True),
+        ("unmeasured", 1.0, True, True),
+        ("unmeasured", 0.0, True, False),
+    ],
+)
+def test_little_is_expected_of_one_that_has_held_up_moves_for_too_long(
+    why: str, speed: float, counts: bool, stays: bool
+) -> None:
+    other, late = advert("x", moving_to=0), advert("y", moving_to=0)
+    after = [replace(late, moving_to=None, stays=True) if stays else late] if counts else []
+    assert expected(advert("me", microbatches_per_s=speed), [other, late], {HoldUp("y", why)}) == [other, *after]
+
+
+def test_nobody_waits_any_longer_for_a_speed_or_to_be_spared_once_that_has_lasted_too_long() -> None:
+    me, others = without([*trainers("abcd", "x"), advert("z", 1)], "a")
+    assert choose_move(me, others, 2) == (None, "not every node has measured its speed")
+    assert choose_move(me, others, 2, overdue={HoldUp("z", "unmeasured")})[0] == 1
+    found = choose_move(replace(me, moving_to=1), others[:-1], 2, overdue={HoldUp("a", "moves")})
+    assert found == (None, "the replicas of this stage have not answered for too long")
+
+
 def test_one_that_stays_leaves_the_move_to_another() -> None:
     adverts = [replace(a, stays=a.peer_id in "ab") for a in trainers("dcba", "x")]
     assert [a.peer_id for a in adverts if choose_move(*without(adverts, a.peer_id), 2)[0] == 1] == ["c"]
@@ -194,8 +255,9 @@ def test_one_that_stays_leaves_the_move_to_another() -> None:
 def test_a_deserted_stage_is_taken(stages: tuple[str, ...], why: str) -> None:
     adverts = trainers(*stages)
     assert choose_move(*without(adverts, "a"), 3)[0] == 2, why
-    idle = [replace(a, microbatches_per_s=0.0) for a in adverts]
-    assert choose_move(*without(idle, "a"), 3)[0] == 2, "nobody can measure while a stage is missing"
+    for speed in (0.0, inf):
+        idle = [replace(a, microbatches_per_s=speed) for a in adverts]
+        assert choose_move(*without(idle, "a"), 3)[0] == 2, "nobody can measure while a stage is missing"
     assert choose_move(*without(adverts, "a"), 3, rounds_left=0.1)[0] == 2, "the run cannot end without it"
 
 

@@ -133,6 +133,8 @@ def test_an_older_advert_does_not_replace_a_newer_one() -> None:
     read(members, [advert("a", step=7.0)], now=10)
     read(members, [advert("a", step=3.0, announced_at=6.0)], now=11)
     assert members.all()[0].step == 7.0
+    read(members, [advert("a", step=8.0, announced_at=10.0)], now=11)
+    assert members.all()[0].step == 8.0, "of two from one moment the one that was read last counts"
 
 
 def test_a_failing_peer_is_set_aside_for_a_growing_bounded_time() -> None:
@@ -197,7 +199,9 @@ def test_clocks_take_the_newest_sign() -> None:
     assert [members.heard_at("a"), members.last_sign("a")] == [15, 15]
     read(members, [advert("a", stage=0, step=7.5, steps_per_s=2.0, announced_at=17.0)], now=18)
     assert members.clocks(members.of_stage(0, TRAINING), now=18) == [(7.5, 1.0, 2.0)]
-    assert members.last_sign("a") == 17.0
+    members.heard(Origin("a", 6, 1), now=17.5)
+    assert members.clocks(members.of_stage(0, TRAINING), now=18) == [(7.5, 1.0, 2.0)], "that label is late as well"
+    assert members.last_sign("a") == 17.5
     assert [one.age_s for one in members.seen(now=16.5)] == [0.0], "clocks differ"
     assert members.clocks(members.of_stage(0, TRAINING), now=16.5) == [(7.5, 0.0, 2.0)]
     members.heard(Origin("nobody", 8, 0), now=18)
@@ -211,6 +215,14 @@ def test_a_clock_without_a_measured_speed_holds_nobody_back() -> None:
     assert members.clocks(members.of_stage(0, TRAINING), now=3) == [(5.0, 3.0, 1.0)]
 
 
+def test_an_origin_has_not_left_step_0_before_its_label_says_so() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a", stage=0)], now=0)
+    assert members.step_of("a") == 0
+    members.heard(Origin("a", 0, 0), now=1)
+    assert members.step_of("a") == 0
+
+
 def used(members: Members, *, now: float) -> list[str]:
     return list(members.usable(1, now=now))
 
@@ -221,7 +233,7 @@ def test_a_hung_peer_that_answers_again_is_used_again_soon_after_its_time() -> N
     members.answered("a")
     for now in (0.0, 10.0, 20.0):
         members.failed("a", now=now)
-    assert members.is_aside("a", now=23.9)
+    assert [members.is_aside("a", now=now) for now in (23.9, 24.0)] == [True, False]
     assert used(members, now=23.9) == ["b"]
     assert used(members, now=24.0) == ["a", "b"], "tried again when its time has ended, without being asked for"
     members.answered("a")
@@ -235,10 +247,10 @@ def test_a_failed_peer_that_has_changed_its_state_since_is_used_at_once() -> Non
     members.answered("a")
     for now in (5.0, 10.0, 15.0, 20.0):
         members.failed("a", now=now)
-    read(members, [advert("a", state="syncing"), advert("b")], now=20.5)
-    assert used(members, now=20.5) == ["b"], "its state is the same"
-    read(members, [advert("a", announced_at=18.0), advert("b")], now=21)
-    assert used(members, now=21) == ["b"], "this advert is older than the last failure"
+    read(members, [advert("a", announced_at=20.0), advert("b")], now=20.5)
+    assert used(members, now=20.5) == ["b"], "this advert is no newer than the last failure"
+    read(members, [advert("a"), advert("b")], now=21)
+    assert used(members, now=21) == ["b"], "its state is the same"
     read(members, [advert("a", state="waiting"), advert("b")], now=22)
     assert used(members, now=22) == ["a", "b"], "it has a new process"
     members.failed("a", now=23.0)
