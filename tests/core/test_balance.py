@@ -233,7 +233,8 @@ def test_little_is_expected_of_one_that_has_held_up_moves_for_too_long(
 
 
 def test_nobody_waits_any_longer_for_a_speed_or_to_be_spared_once_that_has_lasted_too_long() -> None:
-    me, others = without([*trainers("abcd", "x"), advert("z", 1)], "a")
+    slow = [replace(a, microbatches_per_s=0.1) for a in trainers("abcd", "x")]
+    me, others = without([*slow, advert("z", 1)], "a")
     assert choose_move(me, others, 2) == (None, "not every node has measured its speed")
     assert choose_move(me, others, 2, overdue={HoldUp("z", "unmeasured")})[0] == 1
     found = choose_move(replace(me, moving_to=1), others[:-1], 2, overdue={HoldUp("a", "moves")})
