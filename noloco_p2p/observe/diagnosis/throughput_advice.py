@@ -5,7 +5,7 @@ flight, plus the time that the busiest device or line takes for the remaining mi
 
     T = L + max over stages and servers (n − 1)·t       n microbatches per replica of a stage, t seconds for each
 
-where the servers of a stage are its median device and line. If nodes are alike, the estimate is within 14 % of
+where the servers of a stage are its median device and line. If nodes are alike, the estimate is within 15 % of
 `sim/throughput_bound` (the tests compare them). Predictions are scaled by the share of it that the swarm reaches now.
 """
 
