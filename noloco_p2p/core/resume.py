@@ -71,8 +71,7 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
     Living replicas have the round that they announce, other nodes what they hold of their own stage, and guardians what
     they hold of another stage. Stages without any weights do not count. None: there are no weights at all.
     """
-    held = [holding for advert in adverts for holding in claimed(advert)]
-    return least_newest(holding for holding in held if 0 <= holding.stage < stages)
+    return least_newest(h for advert in adverts for h in claimed(advert) if 0 <= h.stage < stages)
 
 
 def claimed(advert: Advert) -> list[Holding]:
@@ -91,15 +90,17 @@ def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], s
     """The nodes of `listed` that have to answer before it is settled where this node's weights come from.
 
     The living replicas of its stage, if there are any; otherwise of each other stage the node that claims the newest
-    weights, and of its own stage the PROBES nodes that do.
+    weights, and of its own stage the PROBES nodes that do. A replica's advert may be older than what a guardian has
+    pulled from it since, so the replica that announces the newest round has to answer as well.
     """
     if living := [a for a in listed if a.stage == me.stage and a.state in TRAINED]:
         return living
-    everybody, found = [*answered, *listed], set[PeerId]()
+    nodes, found = [*answered, *listed], set[PeerId]()
     for stage in range(stages):
         mine = stage == me.stage
-        claims = [(h.age if mine else h.round, a.peer_id) for a in everybody for h in claimed(a) if h.stage == stage]
-        found.update(peer for _, peer in sorted(claims, reverse=True)[: PROBES if mine else 1])
+        for weights in (claimed, _own_weights):
+            claims = [(h.age if mine else h.round, a.peer_id) for a in nodes for h in weights(a) if h.stage == stage]
+            found.update(peer for _, peer in sorted(claims, reverse=True)[: PROBES if mine else 1])
     return sorted((a for a in listed if a.peer_id in found), key=lambda a: a.peer_id)
 
 

@@ -258,6 +258,16 @@ def test_the_nodes_with_the_newest_weights_must_answer_before_a_lost_stage_resum
     )
 
 
+@pytest.mark.parametrize("round", [20, 22])
+def test_a_replica_of_another_stage_must_answer_though_a_guardian_has_shown_as_new_weights(round: int) -> None:
+    """A replica's advert may be older than what its guardian has pulled since. Without its answer the only replica of
+    a stage took the guardian's round for that of the swarm, and continued from a checkpoint two rounds old."""
+    guardian, replica = replace(OTHERS[1], holds=held(0, round)), OTHERS[0]
+    assert deciding(ME, [guardian], [replica], STAGES) == [replica]
+    assert deciding(ME, [], [replica, guardian], STAGES) == [replica, guardian]
+    assert deciding(ME, [guardian, replace(replica, outer_round=23)], [advert("b", 0, round=19)], STAGES) == []
+
+
 def test_fresh_weights_are_the_last_resort() -> None:
     assert kinds(restore_sources(ME, OTHERS, (), STAGES)) == [("fresh", "")]
     assert kinds(restore_sources(ME, [], (), STAGES)) == [("fresh", "")], "nobody has any weights at all"
