@@ -8,7 +8,7 @@ from barriers import barrier
 from sim_transport_fixture import CALLEE, ID, LATENCY_S, SNAPSHOT_SPECS, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import CONNECTIONS
+from noloco_p2p.core.line_rate import CONNECTIONS, UNSENT_S
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -118,9 +118,9 @@ def test_the_lost_part_of_a_message_is_counted() -> None:
 FAST = 4.0 * MIB
 
 
-@pytest.mark.parametrize(("waiting", "ahead_s"), [(40 * MIB, 0.1 + 1 / 32), (MIB // 2, 1 / 8)])
+@pytest.mark.parametrize(("waiting", "ahead_s"), [(40 * MIB, 0.1 + UNSENT_S), (MIB // 2, 1 / 8)])
 def test_on_a_connection_with_bodies_a_message_waits_for_the_data_in_the_sockets(waiting: int, ahead_s: float) -> None:
-    """It waits for all of a small body, or for a tenth of a second and 128 KiB of a large one."""
+    """It waits for all of a small body, or for what gRPC and the kernel hold of a large one."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.traffic._paths.connection("a", "b")._reached = FAST
