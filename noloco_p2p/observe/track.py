@@ -39,30 +39,34 @@ FINAL = ("validation_loss", "tokens_per_s")
 
 
 class EventFile:
-    """An event file of TensorBoard (the extra `tensorboard`), written without torch."""
+    """An event file of TensorBoard (the extra `tensorboard`), written without torch.
+
+    TensorBoard's own writer has a thread, which prints a traceback if the disk is full.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Create the file in this directory. Raises LocalError."""
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        self._event, self._directory = Event, directory
         with writing(directory):
-            self._file = EventFileWriter(str(directory))
+            self._file = RecordWriter((directory / f"events.out.tfevents.{time.time():.6f}").open("xb"))
+            self._file.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         self.how_to_view = f"tensorboard --logdir {shlex.quote(str(directory))}"
         """The command that shows it."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Add the figures of a step that is not before the last step written. Raises LocalError."""
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        with writing(self._file.get_logdir()):
-            self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        values = [{"tag": name, "simple_value": value} for name, value in figures.items()]
+        event = self._event(wall_time=time.time(), step=step, summary={"value": values})
+        with writing(self._directory):
+            self._file.write(event.SerializeToString())
             self._file.flush()
 
     def close(self) -> None:
         """Write what is buffered and close the file. Raises LocalError."""
-        with writing(self._file.get_logdir()):
+        with writing(self._directory):
             self._file.close()
 
 
@@ -109,7 +113,7 @@ def check(option: str, to: Tracker) -> None:
 def open_sink(to: Tracker, directory: Path, name: str, config: Mapping[str, Any]) -> EventFile | WandbRun:
     """Start a run in a folder of `directory` that has the tracker's name. Raises ConfigError or LocalError."""
     with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        (directory / to).mkdir(parents=True, exist_ok=True)
     return EventFile(directory / to) if to == "tensorboard" else WandbRun(directory, name, config)
 
 

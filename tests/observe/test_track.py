@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -268,6 +269,31 @@ def test_a_sink_that_fails_while_the_swarm_runs_and_again_at_its_end_is_reported
     with track.tracked("tensorboard", tmp_path, {}):
         assert failed.wait(60.0)
     assert capsys.readouterr().out.splitlines()[1:] == ["tracking has ended: the disk is full"]
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from noloco_p2p.errors import LocalError
+from noloco_p2p.observe.track import open_sink
+
+sink = open_sink("tensorboard", Path(sys.argv[1]), "tiny", {})
+sink.write(1, {"loss": 4.0})
+sink.close()
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    again = open_sink("tensorboard", Path(sys.argv[1]), "tiny", {})
+    again.write(2, {"loss": 3.0})
+except LocalError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
+    """A thread of TensorBoard's own writer printed a traceback as well."""
+    ended = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == (f"{tmp_path}/tensorboard cannot be written: File too large\n", "")
+    assert read_back(tmp_path / "tensorboard") == {"loss": [(1, 4.0)]}
 
 
 class WandbError(Exception):
