@@ -245,8 +245,6 @@ async def of_node(
     chain = issuer.issue(identity.peer_id, "member") if issuer else _stored(home, revoked, trust, identity.peer_id)
     is_invited = any(address.invitation for address in libp2p.joined)
     if chain is None or (is_invited and dht_time() < trust.membership(chain).begins):  # made by a clock that was ahead
-        if not libp2p.joined:
-            raise ConfigError("security.root_key: start a members-only run with --key FILE (see noloco key new)")
         chain = await admission.invited(libp2p, trust, "member", dht_time())
     keep = partial(run_files.write_whole, home / CERTIFICATE)
     credentials = Credentials(trust, identity, chain, keep, dht_time, revoked)

@@ -83,7 +83,7 @@ def test_members_train_and_refused_nodes_learn_what_to_do(tmp_path: Path) -> Non
         endpoints = invited.endpoints()
         assert json.loads((first.dir / "invitations.json").read_bytes()).popitem()[1][1] == [endpoints.peer_id]
 
-        assert "carries no invitation" in refused(nodes.start("--join", address, own_dir="stranger"))
+        assert "no node was joined with an invitation" in refused(nodes.start("--join", address, own_dir="stranger"))
         assert "used up (1 of 1)" in refused(nodes.start("--join", words[2], own_dir="late"))
         expired = run_key.invite(first.dir, key, uses=1, seconds=-1.0, stage=None)
         assert "expired" in refused(nodes.start("--join", expired, own_dir="later"))
@@ -104,7 +104,7 @@ def test_members_train_and_refused_nodes_learn_what_to_do(tmp_path: Path) -> Non
         assert "reaches this machine at" in report
         said(nodes, "export", "--join", words[2], "--out", str(tmp_path / "model"))
         assert (tmp_path / "model" / "noloco.json").exists()
-        assert "carries no invitation" in said(
+        assert "no node was joined with an invitation" in said(
             nodes, "export", "--join", address, "--out", str(tmp_path / "no-model"), code=2
         )
 
@@ -205,7 +205,7 @@ def test_a_named_key_is_created_if_it_does_not_exist(tmp_path: Path) -> None:
 def test_a_members_only_run_needs_its_key(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         root = settings(security__root_key="ab" * 32)
-        assert "start a members-only run with --key FILE" in refused(nodes.start(*SMALL, *root, own_dir="first"))
+        assert "with the run's key (--key FILE) needs none" in refused(nodes.start(*SMALL, *root, own_dir="first"))
 
 
 def test_of_two_keys_made_at_once_the_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

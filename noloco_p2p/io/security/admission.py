@@ -97,8 +97,8 @@ async def invited(libp2p: Libp2pDaemon, trust: RunTrust, role: Role, now: float)
     """Obtain a certificate, PEM, with the invitation in a joined address; one of another peer, role or run is refused.
     Raises ConfigError if there is no invitation, otherwise the error of the last one."""
     failure: NolocoError = ConfigError(
-        "this run is members-only, and the join address carries no invitation: ask a member who can make one"
-        " (noloco invite) for the complete address"
+        "this run is members-only, and no node was joined with an invitation: ask a member who can make one"
+        " (noloco invite) for the complete address; only a node with the run's key (--key FILE) needs none"
     )
     for address in libp2p.joined:
         if address.invitation:

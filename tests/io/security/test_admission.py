@@ -279,7 +279,7 @@ def test_over_libp2p_a_member_renews_and_a_newcomer_is_admitted(tmp_path: Path) 
                 assert mine.membership.issuer == a.peer_id
                 assert mine.membership.until > club.now + 6 * certificates.DAY_S
             async with daemon(tmp_path / "b", join=[a.join_addresses[0]]) as bare:
-                with pytest.raises(ConfigError, match=r"carries no invitation.*noloco invite"):
+                with pytest.raises(ConfigError, match=r"joined with an invitation.*noloco invite"):
                     await admission.invited(bare, club.trust, "member", time.time())
             async with daemon(tmp_path / "b", join=[f"{c.join_addresses[0]}/invite/{token}"]) as wrong:
                 with pytest.raises(Declined, match="this node admits nobody"):
@@ -444,6 +444,21 @@ def test_an_invited_node_does_not_start_with_a_certificate_from_a_fast_clock(
 
     assert started(invitation(club).text) < club.now
     assert started("") > club.now, "an issuer may still renew it"
+
+
+def test_a_node_that_nobody_admits_any_more_is_told_to_get_an_invitation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its certificate expired while it was off, or its issuer was revoked; it was told to start a run with a key."""
+    root = Ed25519PrivateKey.generate()
+    manifest = RunManifest(security=SecuritySettings(root_key=run_key.public_half(root)))
+    club, identity = Club(tmp_path, manifest.run_id, root), Identity.open(tmp_path / "identity.key")
+    monkeypatch.setattr(run_key, "dht_time", lambda: club.now + certificates.LIFETIME_S["member"])
+    monkeypatch.setattr(revocations, "ask", AsyncMock())
+    (tmp_path / run_key.CERTIFICATE).write_bytes(club.chain(identity.peer_id))
+    libp2p = cast(Libp2pDaemon, SimpleNamespace(joined=[], peer_id=identity.peer_id))
+    with pytest.raises(ConfigError, match=r"^this run is members-only.*ask a member who can make one"):
+        asyncio.run(run_key.of_node(tmp_path, identity, None, manifest, libp2p))
 
 
 @pytest.mark.parametrize("why", ["", "for an observer", "for another peer", "of another run", "expired", "revoked"])
