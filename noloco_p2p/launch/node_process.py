@@ -59,6 +59,7 @@ class NodeProcess:
             (self.dir / node_probe.SUMMARY).unlink(missing_ok=True)
             self._endpoints = None
             self.release()
+            self.log.touch(0o600 if "--key" in arguments else 0o666)  # with the key it prints an invitation
             with self.log.open("ab") as log:
                 output = log.fileno(), log.fileno()
                 self._process = server.fork(f"noloco-node {self.name}", program, output, environment, Path.cwd())

@@ -139,6 +139,9 @@ def test_a_swarm_of_members_trains_to_its_end(tmp_path: Path) -> None:
     assert (home / "0-0" / "issuer.pem").exists()
     assert (home / "1-0" / "certificate.pem").exists()
     assert not (home / "1-0" / "issuer.pem").exists()
+    files = [path for path in home.rglob("*") if path.is_file()]
+    telling = {path.name: path.stat().st_mode & 0o077 for path in files if b"/invite/" in path.read_bytes()}
+    assert telling == {"0-0.log": 0, "join-address": 0}, "others on this machine could join"
 
 
 def options_of(
