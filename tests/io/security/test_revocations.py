@@ -420,6 +420,7 @@ def test_peers_that_claim_a_newer_list_in_vain_are_asked_last(tmp_path: Path, mo
     asked = list[JoinAddress]()
 
     async def in_vain(libp2p: Libp2pDaemon, held: Revocations, others: Sequence[JoinAddress]) -> None:
+        assert len(others) == revocations.ASKED, "at once"
         asked.extend(others)
         if len(asked) >= len(ahead):
             raise EOFError("enough")
