@@ -32,6 +32,7 @@ class GradientAudit:
         self._swarm = swarm
         self._pairs = GradientPairs(secret)
         self._dissenters = set[PeerId]()
+        """The replicas that are set aside because their gradients differ."""
 
     def twins(self, microbatch: MicrobatchId, batch: Batch) -> Twins | None:
         """The pair that this microbatch opens, if the next one is to have the same data; otherwise None.
