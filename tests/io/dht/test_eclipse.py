@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,19 +20,25 @@ from noloco_p2p.io.dht.identity import Identity, peer_id_of
 TTL_S = 30.0
 
 
-def distance(libp2p: Any) -> int:
-    """How far the place of a peer is from the key of stage 0."""
+def choose_half(home: Path, near: bool) -> Path:
+    """Give a node to be an identity whose place is in that half of all places where the key of stage 0 is, or in the
+    other; returns its folder."""
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import PeerID
 
-    place = dht_node.place_of(PeerID.from_base58(libp2p.peer_id))
-    return int(DHTID.generate(stage_key(RUN, 0)).xor_distance(place))
+    key = DHTID.generate(stage_key(RUN, 0))
+    while True:
+        with closing(Identity.open(home / "identity.key")) as identity:
+            place = dht_node.place_of(PeerID.from_base58(identity.peer_id))
+        if (key.xor_distance(place) < DHTID.MAX // 2) is near:
+            return home
+        identity.path.unlink()
 
 
 @asynccontextmanager
-async def neighbour_of_a_key(home: Path, within: int, join: list[str]) -> AsyncIterator[Any]:
-    """A DHT node that has tried keys until its place was nearer than `within` to the key of stage 0, and drops the
-    records that it claims to store."""
+async def neighbour_of_a_key(home: Path, join: list[str]) -> AsyncIterator[Any]:
+    """A DHT node that is nearer to the key of stage 0 than half of all others, and drops the records that it claims to
+    store."""
     from hivemind.dht.node import DHTNode
     from hivemind.dht.storage import DHTLocalStorage
     from hivemind.p2p import PeerID
@@ -41,11 +47,7 @@ async def neighbour_of_a_key(home: Path, within: int, join: list[str]) -> AsyncI
         def store_subkey(self, *args: Any) -> bool:
             return True
 
-    while distance(identity := Identity.open(home / "identity.key")) >= within:
-        identity.close()
-        identity.path.unlink()
-    identity.close()
-    async with daemon(home, join=join) as libp2p:
+    async with daemon(choose_half(home, near=True), join=join) as libp2p:
         place = dht_node.place_of(libp2p.p2p.peer_id)
         liar = await DHTNode.create(p2p=libp2p.p2p, node_id=place, initial_peers=[])
         liar.protocol.storage = Forgetful()
@@ -59,13 +61,15 @@ async def neighbour_of_a_key(home: Path, within: int, join: list[str]) -> AsyncI
 
 @asynccontextmanager
 async def eclipsed(home: Path, liars: int) -> AsyncIterator[tuple[Node, Node]]:
-    """Two nodes that both know `liars` more, which are the nearest to the key of stage 0."""
+    """Two nodes that both know `liars` more, which are the nearest to the key of stage 0.
+
+    The liars fill the bucket of their half in each table: none is left out of it, as it could be beside one of the two.
+    """
     async with AsyncExitStack() as stack:
-        a = await stack.enter_async_context(node(home / "a"))
-        b = await stack.enter_async_context(node(home / "b", join=[a.address]))
+        a = await stack.enter_async_context(node(choose_half(home / "a", near=False)))
+        b = await stack.enter_async_context(node(choose_half(home / "b", near=False), join=[a.address]))
         for number in range(liars):
-            within, join = min(distance(one.libp2p) for one in (a, b)), [a.address, b.address]
-            await stack.enter_async_context(neighbour_of_a_key(home / f"liar{number}", within, join))
+            await stack.enter_async_context(neighbour_of_a_key(home / f"liar{number}", [a.address, b.address]))
         table = [one.directory._node.protocol.routing_table for one in (a, b)]
         async with asyncio.timeout(10.0):
             while any(len(one.peer_id_to_uid) < liars + 1 for one in table):  # noqa: ASYNC110  other processes
