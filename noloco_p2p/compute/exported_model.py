@@ -19,7 +19,7 @@ from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, model_family, replica_tensors
 from noloco_p2p.compute.device import as_local
-from noloco_p2p.compute.hardware import pick_device
+from noloco_p2p.compute.hardware import pick_device, set_threads
 from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.compute.stage import IGNORED
 from noloco_p2p.config import RunManifest
@@ -161,6 +161,7 @@ class ExportedModel:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         chosen = pick_device(device)
+        set_threads(None)
         if not directory.is_dir():  # transformers would take it for a name on the hub
             raise ConfigError(f"{directory}: there is no such directory")
         try:

@@ -19,13 +19,13 @@ from noloco_p2p.compute import model_family
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.device import as_local
 from noloco_p2p.compute.hardware import pick_device
-from noloco_p2p.compute.host_memory import free_host_bytes, microbatch_bytes
 from noloco_p2p.compute.host_tensor import DTYPES
 from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import AuditSettings, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.host import free_host_bytes
 
 DEVICE_COPIES = 5
 """Multiples of the weights on the device: θ, accumulated gradients, the current microbatch's, Adam's two moments."""
@@ -128,14 +128,13 @@ def stage_sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
     ranges = model_family.layer_ranges(config.num_hidden_layers, manifest.stages)
     counts = meta_stage_module(config, 0, manifest.stages, dtype=dtype).counts
     copies = (DEVICE_COPIES * dtype.itemsize, HOST_COPIES * dtype.itemsize)
-    last = manifest.stages - 1
-    least = [
-        microbatch_bytes(manifest, int(config.hidden_size), int(config.vocab_size) if index == last else None)
-        for index in range(manifest.stages)
-    ]
+    # A microbatch has hidden states, at the last stage also the logits of all tokens, and the gradients of both.
+    widths = [int(config.hidden_size)] * manifest.stages
+    widths[-1] += int(config.vocab_size)
+    row_bytes = 2 * manifest.microbatch_size * manifest.sequence_length * dtype.itemsize
     return tuple(
-        StageSize(index, len(layers), count, copies[0] * count + least[index], copies[1] * count)
-        for index, (layers, count) in enumerate(zip(ranges, counts, strict=True))
+        StageSize(index, len(layers), count, copies[0] * count + width * row_bytes, copies[1] * count)
+        for index, (layers, count, width) in enumerate(zip(ranges, counts, widths, strict=True))
     )
 
 

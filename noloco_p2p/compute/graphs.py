@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from noloco_p2p.compute.hardware import free_bytes, pinned_bytes
-from noloco_p2p.compute.host_memory import free_host_bytes
 from noloco_p2p.core.messages import HostTensor
+from noloco_p2p.host import free_host_bytes
 
 LOOK_S = 1.0
 """Interval between two checks of the free memory."""

@@ -1,5 +1,6 @@
 """The devices of this machine: which one a setting selects, what it is, and how full its memory is."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.host import cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class DeviceInfo:
     """Free bytes of its own memory; 0 for a CPU, like `total_bytes`."""
     total_bytes: int
     threads: int
-    """Number of CPU threads that torch uses."""
+    """Number of CPU threads that torch uses unless `threads` is set."""
     torch_version: str
     cuda_version: str
     """CUDA version for which torch was built; empty for a CPU build."""
@@ -49,7 +51,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of CPU threads for the calling thread's torch operations; None leaves the choice to torch."""
+    """Set the number of CPU threads for the calling thread's torch operations.
+
+    None leaves the choice to torch, but without OMP_NUM_THREADS to at most one for each core: torch counts the cores of
+    the machine, and threads that a container's CPU limit stops make all others wait.
+    """
+    if threads is None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores():
+        threads = cores()
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -61,6 +69,7 @@ def device_info(device: str) -> DeviceInfo:
     if chosen.type == "cuda":
         name = torch.cuda.get_device_name(chosen)
         free, total = torch.cuda.mem_get_info(chosen)
+    set_threads(None)
     threads = torch.get_num_threads()
     return DeviceInfo(str(chosen), name, free, total, threads, torch.__version__, str(torch.version.cuda or ""))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_p2p.errors import LocalError
+from noloco_p2p.host import cores
 
 PROC = Path("/proc")
 
@@ -50,11 +51,6 @@ def machine() -> float | None:
         return None
     user, nice, system, _, _, irq, softirq, steal = (int(field) for field in lines[0][1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def split(pid: int, before: CpuSeconds, after: CpuSeconds) -> dict[str, float]:

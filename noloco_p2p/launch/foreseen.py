@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
-from noloco_p2p.compute.host_memory import check_swarm_fits
 from noloco_p2p.compute.model_family import check_split
 from noloco_p2p.config import MAX_LAYERS, ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError
+from noloco_p2p.host import free_host_bytes
+from noloco_p2p.humanize import plural, size_text
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.io.dht.addresses import reserve_port
@@ -29,6 +30,10 @@ PLAIN_FIELDS = (
 """Settings of a model that can be checked without importing its class: all are whole numbers, and no others are set."""
 UNCHECKED = "auto", "cpu"
 """Devices that every machine has."""
+SURE_COPIES = 4
+"""Minimum multiples of the weights on the host, on any device: frozen rounds, a partner's vector, a checkpoint."""
+PROCESS_BYTES = 2**27
+"""Minimum memory of a node's process and its libp2p daemon, without the weights."""
 
 
 def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Callable[[str], None]) -> None:
@@ -42,7 +47,7 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
     given = {"model_type": manifest.model.family, **manifest.model.config}
     if type(given.get("num_hidden_layers")) is int:
         check_split(SimpleNamespace(**given), manifest.stages)
-    check_swarm_fits(manifest, parameters or 0)
+    _check_fits(manifest, parameters or 0)
     if parameters is None or local.device not in UNCHECKED:
         say("checking model and device: importing torch …")
         from noloco_p2p.compute.factory import check_model, stage_sizes
@@ -51,12 +56,24 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
         pick_device(local.device)
         check_model(manifest)
         parameters = sum(stage.parameters for stage in stage_sizes(manifest))
-        check_swarm_fits(manifest, parameters)
+        _check_fits(manifest, parameters)
     if not _from_the_hub(manifest, local):
         make_batches(manifest, local, "")
     state_bytes = parameters * len(manifest.state_kinds) * ITEM_BYTES[manifest.compute_dtype]
     saved_bytes = state_bytes * manifest.start_replicas if local.checkpoint.every_steps is not None else 0
     homes.check_room(run_dir, saved_bytes, "a checkpoint of all nodes")
+
+
+def _check_fits(manifest: RunManifest, parameters: int) -> None:
+    """Raises LocalError if all nodes of a run with this many parameters together cannot fit this machine."""
+    free, nodes = free_host_bytes(), manifest.stages * manifest.start_replicas
+    weights = SURE_COPIES * parameters * manifest.start_replicas * ITEM_BYTES[manifest.compute_dtype]
+    needed = weights + nodes * PROCESS_BYTES
+    if free is not None and needed > free:
+        raise LocalError(
+            f"{plural(nodes, 'node')} {'needs' if nodes == 1 else 'need'} at least {size_text(needed)}, but this "
+            f"machine has {size_text(free)} of free memory: use fewer nodes or a smaller model"
+        )
 
 
 def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | None, *, runs: bool) -> None:

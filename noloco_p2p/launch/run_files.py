@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import LocalError, OtherRun, Violation
+from noloco_p2p.host import cores, memory_bytes
 from noloco_p2p.humanize import plural
 from noloco_p2p.io import durable_files
 from noloco_p2p.io.dht.addresses import from_here, reserve_port
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.durable_files import read_if_there, writing
 from noloco_p2p.launch import homes, node_probe, settings
-from noloco_p2p.launch.cpu_seconds import cores
 from noloco_p2p.launch.homes import Home
 
 if TYPE_CHECKING:
@@ -233,8 +233,8 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 def machine() -> str:
     """The hardware of this machine in a few words."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{platform.system()} {platform.machine()}, {plural(cores(), 'core')}, {memory / 2**30:.0f} GiB of memory"
+    memory = f"{memory_bytes() / 2**30:.0f} GiB of memory"
+    return f"{platform.system()} {platform.machine()}, {plural(cores(), 'core')}, {memory}"
 
 
 def command(program: str) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 from noloco_p2p.core import hours
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.host import cores
 from noloco_p2p.humanize import plural
-from noloco_p2p.launch import cpu_seconds, foreseen, join_file, node_probe, run_files, swarm_end
+from noloco_p2p.launch import foreseen, join_file, node_probe, run_files, swarm_end
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.fork_server_process import ForkServerProcess
 from noloco_p2p.launch.line_spec import LineSpec
@@ -112,7 +113,7 @@ class LocalSwarm:
 
         False if it never could be, because something failed or somebody asked to stop.
         """
-        self._server.start(self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes))))
+        self._server.start(self._plan.environment(max(1, cores() // len(self._nodes))))
         if self._relay is not None:
             self._relay.start(self._nodes)
         first, *others = self._nodes

@@ -587,7 +587,7 @@ def test_the_bench_prints_its_figures_for_people(capsys: pytest.CaptureFixture[s
 
 
 def test_the_bench_computes_its_figures_between_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_seconds, "cores", lambda: 4)
+    monkeypatch.setattr(pipeline, "cores", lambda: 4)
     begin = {
         "0-0": moment(1, 100.0, 5000.0, 50.0, {1: 10.0, 2: 90.0}),
         "1-0": moment(5, 100.0, 9000.0, 50.0, {5: 10.0, 6: 80.0}),

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from stages import (
 )
 from torch import nn
 
-from noloco_p2p.compute import graphs, host_memory, host_tensor
+from noloco_p2p.compute import graphs, host_tensor
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.graphs import LOOK_S, ROUND_COPIES, SHARE, STEP_COPIES, GraphMemory, SavedTensors
 from noloco_p2p.compute.stage import TorchStage
@@ -129,25 +128,6 @@ def test_if_free_memory_is_unknown_there_is_one_place(clock: Clock, monkeypatch:
         memory.look(open)
         clock.now += LOOK_S
         assert memory.places == 1
-
-
-def test_free_memory_is_that_of_the_machine_or_of_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
-    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n", encoding="ascii")
-    monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
-    monkeypatch.setattr(host_memory, "CGROUP", cgroup)
-    assert host_memory.free_host_bytes() == 5_000 * 1024
-    cgroup.mkdir()
-    (cgroup / "memory.max").write_text("max\n", encoding="ascii")
-    (cgroup / "memory.current").write_text("3000000\n", encoding="ascii")
-    (cgroup / "memory.stat").write_text("anon 2000000\ninactive_file 500000\n", encoding="ascii")
-    assert host_memory.free_host_bytes() == 5_000 * 1024
-    (cgroup / "memory.max").write_text("4000000\n", encoding="ascii")
-    assert host_memory.free_host_bytes() == 1_500_000
-    (cgroup / "memory.max").write_text("1000000\n", encoding="ascii")
-    assert host_memory.free_host_bytes() == 0
 
 
 # --- the measured size, against the memory of the process -------------------------------------------------------------

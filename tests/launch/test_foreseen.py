@@ -14,7 +14,7 @@ from typer import Typer
 
 from noloco_p2p.cli import main as noloco_main
 from noloco_p2p.cli import node as node_main
-from noloco_p2p.compute import factory, host_memory
+from noloco_p2p.compute import factory
 from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError
@@ -175,10 +175,10 @@ def test_without_a_temporary_directory_no_swarm_is_started(tmp_path: Path, monke
 
 def test_a_swarm_that_does_not_fit_the_machine_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, parameters = RunManifest(), sum(stage.parameters for stage in stage_sizes(RunManifest()))
-    needed = 4 * parameters * 4 * manifest.start_replicas + 4 * host_memory.PROCESS_BYTES
+    needed = 4 * parameters * 4 * manifest.start_replicas + 4 * foreseen.PROCESS_BYTES
     for free in (needed, None):
-        monkeypatch.setattr(host_memory, "free_host_bytes", lambda free=free: free)
+        monkeypatch.setattr(foreseen, "free_host_bytes", lambda free=free: free)
         foreseen.check_swarm(manifest, NodeConfig(), tmp_path, print)
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: needed - 1)
+    monkeypatch.setattr(foreseen, "free_host_bytes", lambda: needed - 1)
     with pytest.raises(LocalError, match=r"4 nodes need .* use fewer nodes"):
         foreseen.check_swarm(manifest, NodeConfig(), tmp_path, print)

@@ -1,6 +1,5 @@
 """A node's figures: the current ones for its `Status`, and those of its whole run for its `summary.json`."""
 
-import contextlib
 import math
 import os
 import shutil
@@ -11,7 +10,7 @@ from typing import Any
 from noloco_p2p.core.status import NodeFigures
 from noloco_p2p.io.telemetry.counters import RunCounters
 
-STATM, CGROUP_MEMORY = Path("/proc/self/statm"), Path("/sys/fs/cgroup/memory.max")
+STATM = Path("/proc/self/statm")
 
 
 def run_totals(counters: RunCounters) -> dict[str, Any]:
@@ -85,14 +84,6 @@ def _finite(value: float | None) -> float | None:
 def rss_bytes() -> int:
     """Memory of this process that is in RAM, bytes."""
     return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def memory_bytes() -> int:
-    """RAM of this machine, bytes, or the memory limit of this process's container if that is less."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
-        return min(whole, int(CGROUP_MEMORY.read_bytes()))
-    return whole
 
 
 def disk_free_bytes(path: Path) -> int | None:

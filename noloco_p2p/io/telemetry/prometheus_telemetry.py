@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from noloco_p2p.core.health import HealthProblem, problem, problem_line
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.status import Status
+from noloco_p2p.host import memory_bytes
 from noloco_p2p.io.telemetry import node_figures
 from noloco_p2p.io.telemetry.counters import LAST_VALUES, MAX_LABELS, TALLIES, RunCounters, known_labels
 from noloco_p2p.io.telemetry.http_server import POLL_S, STARTING, Health, HttpServer, Page, pages, without_addresses
@@ -93,7 +94,7 @@ class PrometheusTelemetry(Collector):
     def measure_memory(self, memory: Callable[[], tuple[int, int]] | None) -> None:
         """Report the device's memory: `memory` returns used and total bytes, from any thread. None stands for the CPU:
         the memory of this process, and all RAM."""
-        self._device_memory = memory or (lambda: (node_figures.rss_bytes(), node_figures.memory_bytes()))
+        self._device_memory = memory or (lambda: (node_figures.rss_bytes(), memory_bytes()))
 
     def record(self, journal: Journal) -> None:
         """Pass every event to a journal, made with `counters`, from now on."""

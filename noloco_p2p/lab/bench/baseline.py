@@ -29,11 +29,11 @@ from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.host import cores
 from noloco_p2p.io.data.threaded_batches import ThreadedBatches, make_batches
 from noloco_p2p.lab.bench.baseline_replica import KINDS, WAIT
 from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import workers
-from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.launch.swarm_summary import summarise
 from noloco_p2p.launch.yaml_entries import Key
@@ -173,7 +173,7 @@ def run_swarm(plan: BaselinePlan, line: ProgressLine) -> tuple[dict[str, Any], l
 
 def run_baseline(plan: BaselinePlan, streams: list[PeerId], line: ProgressLine) -> dict[str, Any]:
     """Figures of the baseline on these streams. If a process fails, ends the others and raises LocalError."""
-    threads = str(max(1, cpu_seconds.cores() // plan.processes))
+    threads = str(max(1, cores() // plan.processes))
     with (
         tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
         workers(plan.processes, OMP_NUM_THREADS=threads, GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo") as pool,

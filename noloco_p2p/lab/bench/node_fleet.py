@@ -15,7 +15,8 @@ from itertools import product
 from pathlib import Path
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.launch import cpu_seconds, foreseen
+from noloco_p2p.host import cores
+from noloco_p2p.launch import foreseen
 from noloco_p2p.launch.fork_server_process import ForkServerProcess
 from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.relay_process import RelayProcess
@@ -123,7 +124,7 @@ class Fleet:
     def __enter__(self) -> "Fleet":
         (self.run_dir / "audit").mkdir(parents=True, exist_ok=True)
         self.plan.write(self.run_dir)
-        self._server.start(self.plan.environment(max(1, cpu_seconds.cores() // len(self.nodes))))
+        self._server.start(self.plan.environment(max(1, cores() // len(self.nodes))))
         if self.relay is not None:
             self.relay.start(self.nodes.values())
         return self

@@ -17,6 +17,7 @@ from typing import Any
 
 from noloco_p2p.config import InnerSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.host import cores
 from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import cpu_seconds as cpu
@@ -146,7 +147,7 @@ def figures(begin: Samples, end: Samples) -> dict[str, Any]:
 
 def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, float]:
     """The nodes' CPU seconds as shares of all core-seconds."""
-    whole = cpu.cores() * seconds
+    whole = cores() * seconds
     shares = {"compute": 0.0, "wire": 0.0, "loop": 0.0}
     for name, old in begin.items():
         new = end[name]

@@ -6,7 +6,6 @@ has changed since.
 
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import noloco_p2p
 from noloco_p2p.errors import NO_JSON, ConfigError
+from noloco_p2p.host import cores
 from noloco_p2p.humanize import plural
 from noloco_p2p.io.durable_files import writing
 from noloco_p2p.lab.experiments.results import charts, markdown
@@ -121,7 +121,7 @@ class ResultsFile:
         """Write everything atomically. Wall times are kept separate, so that the rest is the same for equal runs."""
         runs = [{"case": one.case.name, "settings": one.case.settings, "figures": one.figures} for one in self.results]
         document = {"experiment": self.experiment.name, "quick": self.quick, "complete": complete}
-        wall = {"jobs": self.jobs, "cores": os.cpu_count(), "python": platform.python_version()}
+        wall = {"jobs": self.jobs, "cores": cores(), "python": platform.python_version()}
         walls = {"wall": {**wall, "cases_s": {one.case.name: one.wall_s for one in self.results}}}
         write_json(self.path, document | {"code": self.code, "runs": runs} | walls)
 
@@ -175,7 +175,7 @@ def _report(file: ResultsFile) -> Path:
     made = (
         f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}, each with its settings and figures in"
         f" [{RESULTS}]({RESULTS}). {sum(one.wall_s for one in results):.0f} s of computing in total, {file.jobs} at a"
-        f" time on {os.cpu_count()} cores. To repeat: `noloco experiment {experiment.name}"
+        f" time on {cores()} cores. To repeat: `noloco experiment {experiment.name}"
         f"{' --quick' if file.quick else ''}`. Code: `{file.code[:12]}`."
     )
     head = [f"# {experiment.name}", experiment.question, f"**{answer}**", *([quick] if file.quick else [])]

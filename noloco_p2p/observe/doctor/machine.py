@@ -16,9 +16,10 @@ from packaging.specifiers import SpecifierSet
 
 from noloco_p2p import __version__
 from noloco_p2p.config import ListenSettings, NodeConfig
+from noloco_p2p.host import cores
 from noloco_p2p.humanize import clock, plural, short_id, size_text
 from noloco_p2p.io.transport.connection_limit import allow_many_files
-from noloco_p2p.launch import cpu_seconds, foreseen, node_probe
+from noloco_p2p.launch import foreseen, node_probe
 from noloco_p2p.launch.node_probe import NodeEndpoints
 from noloco_p2p.observe import health_check
 from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
@@ -92,15 +93,15 @@ def _device(report: DoctorReport, local: NodeConfig) -> str:
         built = f"torch {found.torch_version} for CUDA {found.cuda_version}"
         report.ok("device", f"{found.device}: {found.name}, {room}, driver {driver or 'unknown'}, {built}")
         return found.device
-    cores, threads = cpu_seconds.cores(), local.threads or found.threads
+    usable, threads = cores(), local.threads or found.threads
     asked = os.environ.get("OMP_NUM_THREADS", "not set")
-    used = f"{plural(threads, 'thread')} on {plural(cores, 'core')}"
+    used = f"{plural(threads, 'thread')} on {plural(usable, 'core')}"
     sentence = f"cpu: {used} (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
     if local.device == "auto" and driver is not None:
         advice = "install the CUDA build of torch, or set device to cpu"
         report.warning("device", f"there is a GPU (driver {driver}), but torch does not see it; {sentence}", advice)
-    elif threads > cores:
-        report.warning("device", sentence, f"set threads to {cores} or fewer: more of them wait for one another")
+    elif threads > usable:
+        report.warning("device", sentence, f"set threads to {usable} or fewer: more of them wait for one another")
     else:
         report.ok("device", sentence)
     return found.device
