@@ -103,15 +103,13 @@ def bench_outer(as_json: Json = False) -> None:
 
 @bench.command("monitoring")
 def bench_monitoring(
-    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs of windows, with and without readers.")] = 6,
-    seconds: Annotated[float, typer.Option(metavar="X", min=5, max=MAX_S, help="Length of a window.")] = 15.0,
+    seconds: Annotated[float, typer.Option(metavar="X", min=5, max=MAX_S, help="Length of the swarm's run.")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Measure what monitoring costs a node's training. Both the instruments and their readers count."""
+    """Measure what share of the cores a node's instruments take."""
     from noloco_p2p.lab.bench import monitoring
 
-    what = f"a 2 x 2 swarm in {2 * pairs} windows of {humanize.duration(seconds)}"
-    _report(what, lambda _: monitoring.run(pairs, seconds), as_json, 2 * pairs * seconds)
+    _report("instruments, then a 2 x 2 swarm", lambda _: monitoring.run(seconds), as_json, seconds)
 
 
 @bench.command("fuzz")

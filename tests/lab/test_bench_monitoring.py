@@ -1,9 +1,6 @@
-"""`noloco bench monitoring`: slow instruments show up in its figures, and readers read on whatever a page answers."""
+"""`noloco bench monitoring`: slow instruments show up in its figures."""
 
-import io
-import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -29,18 +26,3 @@ def test_a_slow_instrument_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # One such event at each of two stages.
     assert after["events"] > 2 * 5000
     assert after["events"] > 2 * before["events"]
-
-
-def test_a_page_that_fails_once_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, asked = threading.Event(), list[str]()
-
-    def open_page(url: str, timeout: float) -> io.BytesIO:
-        asked.append(url)
-        if len(asked) == 1:
-            raise TimeoutError("timed out")
-        ended.set()
-        return io.BytesIO(b"page")
-
-    monkeypatch.setattr(monitoring, "DIRECT", SimpleNamespace(open=open_page))
-    monitoring._read(["http://127.0.0.1:1/metrics"], 0.0, ended)
-    assert len(asked) == 2

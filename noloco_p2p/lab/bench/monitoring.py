@@ -1,36 +1,26 @@
-"""What monitoring costs: the instruments of a node, and the programs that read them.
+"""What a node's instruments cost: its metrics, log and journal.
 
-Readers: one swarm trains continuously, alternately with and without the requests of Prometheus and `noloco top`.
-Instruments: the events of a simulated run are replayed to the real ones, including the journal, and timed.
+The events of a simulated run are replayed to the real instruments and timed. A real swarm shows how much CPU time a
+microbatch takes in all.
 """
 
 import asyncio
-import statistics
 import tempfile
-import threading
 import time
-from contextlib import suppress
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from noloco_p2p.config import OuterSettings, RunManifest
 from noloco_p2p.core.status import ForMicrobatch
+from noloco_p2p.host import cores
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.lab.bench import pipeline
-from noloco_p2p.lab.bench.node_fleet import Fleet
-from noloco_p2p.lab.sample_stats import mean_and_std
-from noloco_p2p.launch import cpu_seconds
-from noloco_p2p.launch.node_probe import DIRECT
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 TARGET = 0.01
-READ_EVERY_S = {"/metrics": 5.0, "/sd": 5.0, "/status": 2.0}
-"""Intervals as those of Prometheus (docker/prometheus/prometheus.yml) and `noloco top`."""
-TIMEOUT_S = 5.0
 SIMULATED_STEPS = 100
 WAITS = 12
 """Maximum number of named waits of a microbatch on its way through two stages and back."""
@@ -40,25 +30,22 @@ simulator has none."""
 REPEATS = 5
 
 
-def run(pairs: int, window_s: float) -> dict[str, Any]:
+def run(seconds: float) -> dict[str, Any]:
     """Measure, and return the figures. Raises LocalError if the swarm fails."""
     instruments = instruments_us()
     with pipeline.steady_swarm(pipeline.MICROBATCHES) as fleet:
-        unread, read = [], []
-        for _ in range(pairs):
-            unread.append(_window(fleet, window_s, read=False))
-            read.append(_window(fleet, window_s, read=True))
-    costs = [1.0 - with_ / without for with_, without in zip(read, unread, strict=True)]
+        begin = pipeline.sample_nodes(fleet)
+        time.sleep(seconds)
+        tokens_per_s = float(pipeline.figures(begin, pipeline.sample_nodes(fleet))["tokens_per_s"])
     tokens_per_microbatch = _manifest().sequence_length * _manifest().microbatch_size
-    core_us = cpu_seconds.cores() * 1e6 * tokens_per_microbatch / statistics.fmean(unread)
+    core_us = cores() * 1e6 * tokens_per_microbatch / tokens_per_s
     return {
         "bench": "monitoring",
         "ratio": instruments["total"] / core_us,
         "target": TARGET,
         "instruments_us": instruments,
         "microbatch_core_us": core_us,
-        "readers_cost": mean_and_std(costs),
-        "tokens_per_s": {"unread": unread, "read": read},
+        "tokens_per_s": tokens_per_s,
         "definitions": DEFINITIONS,
     }
 
@@ -67,48 +54,14 @@ DEFINITIONS = {
     "ratio": "instruments_us.total over microbatch_core_us: the share of the swarm's cores that the instruments take",
     "instruments_us": "microseconds of one microbatch through two stages, outer rounds and membership included: events "
     "given to metrics, totals, log and journal, and naming of waits; the best of five repeats",
-    "microbatch_core_us": "microseconds of all cores for one microbatch in the swarm of this measurement",
-    "readers_cost": "1 - tokens/s while /metrics and /sd of all nodes are read every 5 s and /status every 2 s, over "
-    "tokens/s of the window before, without readers",
+    "microbatch_core_us": "microseconds of all cores for one microbatch in a real 2 × 2 swarm",
+    "tokens_per_s": "of that swarm",
 }
 
 
 def _manifest() -> RunManifest:
     outer = OuterSettings(rule="noloco", deadline_s=5.0)
     return RunManifest(steps=SIMULATED_STEPS, microbatches_per_step=pipeline.MICROBATCHES, outer=outer)
-
-
-# --- the readers ------------------------------------------------------------------------------------------------------
-
-
-def _window(fleet: Fleet, seconds: float, *, read: bool) -> float:
-    """Tokens per second of the swarm in a window, with or without readers."""
-    begin = pipeline.sample_nodes(fleet)
-    ended = threading.Event()
-    pages = [sample.endpoints.metrics.removesuffix("/metrics") for sample in begin.values()]
-    readers = [
-        threading.Thread(target=_read, args=([page + path for page in pages], every_s, ended), daemon=True)
-        for path, every_s in (READ_EVERY_S if read else {}).items()
-    ]
-    for reader in readers:
-        reader.start()
-    time.sleep(seconds)
-    ended.set()
-    for reader in readers:
-        reader.join()
-    return float(pipeline.figures(begin, pipeline.sample_nodes(fleet))["tokens_per_s"])
-
-
-def _read(urls: list[str], every_s: float, ended: threading.Event) -> None:
-    while not ended.is_set():
-        for url in urls:
-            # As Prometheus and `noloco top`: a page that fails is read again at the next turn.
-            with suppress(OSError, HTTPException), DIRECT.open(url, timeout=TIMEOUT_S) as answer:
-                answer.read()
-        ended.wait(every_s)
-
-
-# --- the instruments --------------------------------------------------------------------------------------------------
 
 
 def instruments_us() -> dict[str, float]:
