@@ -106,6 +106,12 @@ def _code_of(app: typer.Typer, name: str, arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def say(line: str) -> None:
+    """Print a line of a command whose result is on disk: nothing is lost if the line cannot be written."""
+    with suppress(OSError):
+        print(line, flush=True)
+
+
 def finish_output() -> None:
     """Write what stdout and stderr still hold, and discard what cannot be written: the interpreter would try again at
     its end, and exit with an error of its own."""

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from noloco_p2p.cli.exits import say
 from noloco_p2p.cli.options import Device, ExportDir
 
 
@@ -33,7 +34,7 @@ def finetune_model(
     from noloco_p2p.launch.finetuning import Recipe, run_finetune
 
     recipe = Recipe(learning_rate, batch_size, epochs, steps, held_out, seed)
-    found = run_finetune(model, data, out, recipe, device=device, say=lambda line: print(line, flush=True))
+    found = run_finetune(model, data, out, recipe, device=device, say=say)
     if found["held_out_loss"] is not None:
         print(f"held out: {found['held_out_before']:.4f} nats per token before, {found['held_out_loss']:.4f} after")
     print(f"wrote {out}")

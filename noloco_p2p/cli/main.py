@@ -12,7 +12,7 @@ from typer import Argument, Exit, Option, Typer
 from noloco_p2p import __version__, humanize
 from noloco_p2p.cli.admit import invite_others, keys, revoke_peers
 from noloco_p2p.cli.bench import bench
-from noloco_p2p.cli.exits import DEBUG, ended_by_signals, run_app
+from noloco_p2p.cli.exits import DEBUG, ended_by_signals, run_app, say
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
 from noloco_p2p.cli.options import (
     MAX_SEED,
@@ -146,7 +146,7 @@ def export_model(
     """
     from noloco_p2p.launch.export import run_export
 
-    run_export(join or (), from_ or (), out, merge=merge, replicas=replicas, tokenizer_dir=tokenizer_dir)
+    run_export(join or (), from_ or (), out, merge=merge, replicas=replicas, tokenizer_dir=tokenizer_dir, say=say)
 
 
 @app.command("eval", cls=WithArguments)

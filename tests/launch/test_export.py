@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
+from checkpointed import TEXT, ClosedPipe, exported, make_replica, save, save_swarm, small_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from noloco_p2p.cli.main import export_model
 from noloco_p2p.compute import exported_model, host_tensor
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
@@ -301,6 +302,18 @@ def test_the_card_has_the_figures_of_the_swarm_also_from_within_a_node(
     monkeypatch.chdir(tmp_path / "0-0")
     run_export((), [Path()], tmp_path / "out", merge="mean", replicas=True, tokenizer_dir=None)
     assert "| tokens | 8,000 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_model_is_written_although_nobody_reads_which_weights_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With PYTHONUNBUFFERED, as in the containers, `| head -1` ended the command before it wrote anything."""
+    manifest = small_run(stages=1)
+    for name, round in ("a", 3), ("b", 2):
+        save(manifest, tmp_path / name, make_replica(manifest, 0, name), name, round)
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    export_model(tmp_path / "out", from_=[tmp_path])
+    assert read_record(tmp_path / "out") == (manifest, 0)
 
 
 def test_the_command_fails_with_one_line(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed import exported, make_replica, save, save_swarm, small_run
+from checkpointed import ClosedPipe, exported, make_replica, save, save_swarm, small_run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from noloco_p2p.cli.finetune import finetune_model
 from noloco_p2p.cli.main import app
 from noloco_p2p.compute.exported_model import ExportedModel
 from noloco_p2p.compute.stage import IGNORED
@@ -68,6 +69,17 @@ def test_fine_tuning_learns_the_completions_and_writes_an_exported_model(tmp_pat
     assert AutoTokenizer.from_pretrained(out).decode(said_by_it[0], skip_special_tokens=True) == "a=x1"
     assert said[0] == "18 examples, 6 held out; 60 steps of 8"
     assert [re.sub(r"\d\.\d{4}", "x", line) for line in said[1:]] == ["step 60/60  loss x  rate 0.001"]
+
+
+def test_the_model_is_written_although_nobody_reads_what_is_said(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`| head -1` ended the training without a model; so did a full disk with the log."""
+    data, out = written(tmp_path / "data.jsonl"), tmp_path / "tuned"
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    with pytest.raises(BrokenPipeError):
+        finetune_model(model, [data], out, steps=1)
+    assert read_record(out)[1] == 0
 
 
 def test_equal_seeds_give_equal_bytes(tmp_path: Path, model: Path) -> None:

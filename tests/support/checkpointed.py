@@ -1,6 +1,7 @@
 """Checkpoints of small runs on disk, and their export; shared by the tests of export and evaluation."""
 
 import asyncio
+import io
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -91,3 +92,11 @@ def exported(run: Path | Sequence[Path], out: Path, *, mean: bool = True, **opti
     options = {"merge": "mean" if mean else "one", "replicas": True, "tokenizer_dir": None, **options}
     run_export((), directories, out, **options)
     return out
+
+
+class ClosedPipe(io.StringIO):
+    """A standard output that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        """Fail, as a write to such a pipe does."""
+        raise BrokenPipeError
