@@ -437,7 +437,7 @@ def test_a_run_is_completed_once_every_node_has_finished_well(
 
 def test_the_speed_while_training_leaves_out_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `limits.hours`, a run of 14 s with 5 s of pause had a third fewer tokens/s than its report said."""
-    own = {"tokens": 450, "evaluation_s": 0.0, "first_step_at": 100.0, "last_step_at": 114.0}
+    own = {"tokens": 450, "evaluation_s": 0.0, "last_step_at": 114.0}
     turns = [[100.0, 104.0], [109.5, 115.0]], [[101.0, 105.0], [110.0, 114.5]]
     monkeypatch.setattr(NodeProcess, "exit_code", 0)
     nodes = [written(tmp_path, 0, replica, **own, training=spans) for replica, spans in enumerate(turns)]

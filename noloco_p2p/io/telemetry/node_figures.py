@@ -19,15 +19,14 @@ def run_totals(counters: RunCounters) -> dict[str, Any]:
         attributes = ("state", "largest_lag_s", "resumed", "first_loss", "final_loss", "last_step_at")
         totals = ("inner_steps", "tokens", "evaluations", "outer_rounds", "checkpoints", "moves", "rerouted")
         rounds, microbatches = counters.by_label("outer_rounds"), counters.by_label("microbatches")
-        moved_bytes, began_at = counters.by_label("bytes", 1), next(iter(counters.training_turns), None)
+        moved_bytes = counters.by_label("bytes", 1)
         turns = [*counters.training_turns, counters.wall_time()]  # it may still train
         return {
             **{name: getattr(counters, name) for name in attributes},
             **{name: counters.total(name) for name in totals},
             **{name: counters.by_label(name) for name in ("dropped", "busy_replies")},
             "step": counters.latest.get("step", 0.0),
-            "training_at": began_at,
-            "first_step_at": began_at,
+            "training_at": next(iter(counters.training_turns), None),
             "training": list(zip(turns[::2], turns[1::2], strict=False)),
             **{name: _finite(counters.latest.get(name)) for name in ("validation_loss", "replica_std")},
             "results": rounds,
