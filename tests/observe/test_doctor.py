@@ -19,6 +19,8 @@ from typing import cast
 import diagnosed
 import pytest
 import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from members import Club
 from served_nodes import served_nodes
 
 from noloco_p2p.compute.factory import stage_sizes
@@ -306,6 +308,41 @@ def test_a_node_restarted_briefly_without_a_step_has_exited_cleanly(tmp_path: Pa
     report = DoctorReport()
     uvloop.run(machine.check_node_dirs(report, tmp_path))
     assert outcome(report) == [("ok", "node")]
+
+
+@pytest.mark.parametrize(
+    ("days", "revoked", "found"),
+    [
+        (0, None, ""),
+        (0, 0, "this node was revoked → to take part again, it needs another --dir and a new invitation"),
+        (0, 1, "the node that admitted this one was revoked → ask for a new invitation"),
+        (8, None, "this node's certificate has expired → join with a new invitation (noloco invite)"),
+    ],
+)
+def test_a_stopped_node_that_needs_another_invitation_is_an_error(
+    tmp_path: Path, days: float, revoked: int | None, found: str
+) -> None:
+    """The doctor found nothing wrong, and the node refused to start."""
+    root, home = Ed25519PrivateKey.generate(), tmp_path / "node"
+    manifest = RunManifest(security=SecuritySettings(root_key=run_key.public_half(root)))
+    home.mkdir()
+    club = Club(tmp_path, manifest.run_id, root, time.time() - days * 86_400)
+    with closing(Identity.open(home / KEY)) as identity:
+        chain = club.chain(identity.peer_id)
+    own = club.trust.membership(chain)
+    (home / run_files.MANIFEST).write_bytes(manifest.canonical_json())
+    (home / run_key.CERTIFICATE).write_bytes(chain)
+    if revoked is not None:
+        (home / run_key.REVOKED).write_bytes(club.revoking(1, (own.peer_id, own.issuer)[revoked]))
+    report = DoctorReport()
+    assert uvloop.run(machine.check_node_dirs(report, home)) == []
+    expected = [f"{home}: no node is running here → ", *([f"{home}: {found}"] if found else [])]
+    assert sentences(report).split(" | ") == expected
+    assert outcome(report) == [("ok", "node"), ("error", "members")][: len(expected)]
+    (tmp_path / run_key.KEY).touch()  # noloco swarm gives its nodes new certificates
+    report = DoctorReport()
+    uvloop.run(machine.check_node_dirs(report, home))
+    assert len(report.findings) == (1 if revoked is None else 2)
 
 
 def test_of_several_nodes_a_healthy_one_is_asked_first(tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ class Revocations:
         """Whether any of these peers is revoked."""
         return not self._peers.isdisjoint(peers)
 
+    def refuse(self, mine: Sequence[PeerId]) -> None:
+        """Raise LocalError if one of these is revoked: a node, and the one that issued its certificate."""
+        if self.names(*mine[:1]):
+            raise LocalError("this node was revoked: to take part again, it needs another --dir and a new invitation")
+        if self.names(*mine):
+            raise LocalError("the node that admitted this one was revoked: ask for a new invitation")
+
     def listen(self, changed: Callable[[], object]) -> None:
         """Call `changed` whenever a newer list is adopted from now on."""
         self._listeners.append(changed)
@@ -171,11 +178,7 @@ async def keep(
         revocations.look()
 
     while True:
-        own = mine()
-        if revocations.names(*own[:1]):
-            raise LocalError("this node was revoked: to take part again, it needs another --dir and a new invitation")
-        if revocations.names(*own):
-            raise LocalError("the node that admitted this one was revoked: ask for a new invitation")
+        revocations.refuse(mine())
         # The disk may be full, or the daemon dead until it is restarted.
         said = await logged("revocations", look(), said)
         asked = sorted(ahead(), key=lambda one: (lately.count(one.peer_id), random.random()))[:ASKED]

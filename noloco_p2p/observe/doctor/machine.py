@@ -16,10 +16,14 @@ from packaging.specifiers import SpecifierSet
 
 from noloco_p2p import __version__
 from noloco_p2p.config import ListenSettings, NodeConfig
+from noloco_p2p.errors import LocalError, NolocoError
 from noloco_p2p.host import cores
 from noloco_p2p.humanize import clock, plural, short_id, size_text
+from noloco_p2p.io.dht.adverts import dht_time
+from noloco_p2p.io.durable_files import read_if_there
+from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.transport.connection_limit import allow_many_files
-from noloco_p2p.launch import foreseen, node_probe
+from noloco_p2p.launch import foreseen, node_probe, run_files, run_key
 from noloco_p2p.launch.node_probe import NodeEndpoints
 from noloco_p2p.observe import health_check
 from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
@@ -203,6 +207,26 @@ def _report_end(report: DoctorReport, node_dir: Path) -> None:
     else:
         state = "" if summary is None else f"; its last state: {summary.get('state')}"
         report.ok("node", f"{node_dir}: no node is running here{state}")
+    _check_certificate(report, node_dir)
+
+
+def _check_certificate(report: DoctorReport, node_dir: Path) -> None:
+    """Report why a stopped node of a members-only run needs a new invitation, as far as its directory shows that."""
+    advice = "join with a new invitation (noloco invite)"
+    try:
+        manifest, chain = run_files.stored_manifest(node_dir), read_if_there(node_dir / run_key.CERTIFICATE)
+        trust = run_key.trust_in(manifest) if manifest is not None else None
+        if trust is None or chain is None:
+            return
+        own = trust.membership(chain)
+        Revocations(trust, node_dir / run_key.REVOKED).refuse((own.peer_id, own.issuer))
+        # The node of the run's owner, or that of a swarm, gets another one when it is started.
+        admits = (node_dir / run_key.ISSUER).exists() or (node_dir.absolute().parent / run_key.KEY).exists()
+        if dht_time() >= own.until and not admits:
+            raise LocalError(f"this node's certificate has expired: {advice}")
+    except NolocoError as error:
+        reason, _, told = str(error).partition(": ")
+        report.error("members", f"{node_dir}: {reason}", told or advice)
 
 
 async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints) -> bool:
