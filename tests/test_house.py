@@ -35,7 +35,6 @@ BROAD: dict[str, str] = {
     "lab/sim_command.py:simulate": "a bug is reported with the seed that shows it, and the other seeds run",
     "node/waits.py:Waits._check_conditions": "what a condition raises is for the task that waits: it asks again",
     "io/data/tokenizers.py:_from_transformers": "tokenizers raises nothing more particular",
-    "io/dht/port_mapping.py:_answer": "miniupnpc raises nothing more particular",
     "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.collect": "a bug in the status may not cost the others",
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.event": "an instrument may never stop what it watches",

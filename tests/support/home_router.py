@@ -4,7 +4,8 @@ It answers searches on its LAN, and forwards the TCP ports of its WAN address th
 Each request and each connection becomes a line of JSON on standard output. `how`: `permanent` (accepts only mappings
 without an expiry), `taken` (another host has the first port that is requested), `held` (the same, but the last to ask
 gets it), `refuses`, `closed` (maps but forwards nothing), `offline` (has no outside address), `carrier` (has an address
-in its provider's own network), `drips` (never ends its first answer), `silent`.
+in its provider's own network), `drips` and `floods` (never ends its first answer,
+which comes slowly, or as fast as it can), `silent`.
 """
 
 import asyncio
@@ -82,6 +83,11 @@ class Router:
             while True:
                 writer.write(b" ")
                 await asyncio.sleep(0.5)
+        if self._how == "floods":
+            writer.write(b"HTTP/1.1 200 x\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(bytes(1 << 20))
+                await writer.drain()
         writer.write(
             f"HTTP/1.1 {status} x\r\nContent-Type: text/xml\r\nContent-Length: {len(body)}\r\n"
             f"Connection: close\r\n\r\n{body}".encode()

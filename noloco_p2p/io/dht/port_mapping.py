@@ -1,13 +1,18 @@
 """Asks the home router over UPnP to map ports to this node (ARCHITECTURE.md, "Reachability").
 
-miniupnpc blocks, so it runs in a thread.
+miniupnpc waits for as long as a byte of an answer comes every few seconds, and keeps an answer of any length. So it
+runs in a process of its own, with a limit on its time and its memory, for which a thread waits.
 """
 
 import asyncio
+import json
 import logging
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from noloco_p2p.config import ListenSettings
@@ -25,8 +30,28 @@ RENEW_S = 300.0
 TRIES = 8
 """How many ports of the router are tried, because other machines may have the first ones."""
 MAP_S, END_S = 20.0, 3.0
-"""Longest wait for a port to be mapped, and for all mappings to be removed, seconds. miniupnpc itself waits for as long
-as a byte of an answer comes every few seconds."""
+"""Longest wait for a port to be mapped, which is also that for a single answer, and for all mappings to be removed,
+seconds."""
+MEMORY_BYTES = 64 << 20
+"""Memory of miniupnpc's process. A router's answers have some kilobytes."""
+PROGRAM = """
+import json, miniupnpc, resource, signal, sys
+resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]),) * 2)
+router = miniupnpc.UPnP()
+router.discoverdelay = int(sys.argv[2])
+for line in sys.stdin:
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[3]))
+    name, *arguments = json.loads(line)
+    try:
+        found = getattr(router, name)
+        answer = found(*arguments) if callable(found) else found, ""
+    except Exception as error:
+        answer = None, str(error) or "no answer"
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    print(json.dumps(answer), flush=True)
+"""
+"""Calls miniupnpc's methods for the lines of JSON that it reads, and answers each with a line of JSON: the result, and
+what went wrong. An alarm that rings ends it."""
 _PERMANENT, _TAKEN = "OnlyPermanentLeasesSupported", "ConflictInMappingEntry"
 """miniupnpc's names for a router's errors 725 and 718."""
 
@@ -112,37 +137,61 @@ class HomeRouter:
         raise Unreachable(f"other machines use the router's ports {first} to {outside}")
 
     def _add(self, router: Any, outside: int, port: int) -> None:
-        held = _answer(router.getspecificportmapping, outside, "TCP")
-        if held is not None and held[:2] != (router.lanaddr, port):
+        held = router.getspecificportmapping(outside, "TCP")
+        if held is not None and [*held[:2]] != [router.lanaddr, port]:
             raise Unreachable(_TAKEN)  # some routers would give the port to the machine that asks last
         request = outside, "TCP", router.lanaddr, port, "noloco-node", ""
         try:
-            _answer(router.addportmapping, *request, LEASE_S)
+            router.addportmapping(*request, LEASE_S)
         except Unreachable as error:
             if str(error) != _PERMANENT:
                 raise
-            _answer(router.addportmapping, *request, 0)
+            router.addportmapping(*request, 0)
 
     def _remove(self) -> None:
         places, self._places = self._places, {}
         router: Any = self._found or (_router() if places else None)
         for port in sorted(port for _, port in places.values()):
             try:
-                _answer(router.deleteportmapping, port, "TCP")
+                router.deleteportmapping(port, "TCP")
             except Unreachable as error:  # it may have lost this mapping, and still have the others
                 log.info("the router's mapping of port %s cannot be removed: %s", port, error)
 
 
+class RouterProcess:
+    """The process of PROGRAM, with the methods of miniupnpc's router. It ends with this object, or with the node."""
+
+    def __init__(self) -> None:
+        limits = map(str, (MEMORY_BYTES, SEARCH_MS, MAP_S))
+        pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "stderr": DEVNULL, "text": True}
+        # In a process group of its own, so that Ctrl-C in a terminal leaves it to remove the mappings.
+        self._process: Any = Popen([sys.executable, "-P", "-c", PROGRAM, *limits], **pipes, process_group=0)
+
+    def __del__(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self.ask, name)
+
+    def ask(self, name: str, *arguments: object) -> Any:
+        """The result of a method, or an attribute. Raises Unreachable with miniupnpc's error text."""
+        with suppress(BrokenPipeError):
+            print(json.dumps([name, *arguments]), file=self._process.stdin, flush=True)
+        found, error = json.loads(self._process.stdout.readline() or '[null, "its answer was too long"]')
+        if error:
+            raise Unreachable(error)
+        return found
+
+
 def _router() -> Any:
     """Search for a router. Raises Unreachable if there is none."""
-    import miniupnpc
-
-    router = miniupnpc.UPnP()
-    router.discoverdelay = SEARCH_MS
     try:
-        _answer(router.discover)
-        _answer(router.selectigd)
-    except Unreachable as error:
+        router: Any = RouterProcess()
+        router.discover()
+        router.selectigd()
+        router.lanaddr = router.ask("lanaddr")
+    except (Unreachable, OSError) as error:
         raise Unreachable("no router answers") from error
     return router
 
@@ -157,17 +206,9 @@ def _is_of_this_machine(address: str) -> bool:
 
 def _address(router: Any) -> str:
     """The router's outside IP address. Raises Unreachable if there is none, or it is not public (a second router)."""
-    said = _answer(router.externalipaddress)
+    said = router.externalipaddress()
     if (ip := ip_of(said)) is None or ip.is_unspecified or "%" in said:  # with a zone, it is an address of one link
         raise Unreachable("the router has no outside address")
     if scope(said) != "public":
         raise Unreachable(f"the router is behind another one: its outside address is {ip}")
     return str(ip)
-
-
-def _answer(ask: Callable[..., Any], *arguments: object) -> Any:
-    """Call miniupnpc. Raises Unreachable with its error text: it raises nothing more specific than Exception."""
-    try:
-        return ask(*arguments)
-    except Exception as error:
-        raise Unreachable(str(error)) from error

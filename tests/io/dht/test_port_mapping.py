@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -21,7 +22,7 @@ from noloco_p2p.io.dht import port_mapping, ways_in
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.dht.port_mapping import LEASE_S, HomeRouter, home_router, is_behind_router
+from noloco_p2p.io.dht.port_mapping import LEASE_S, HomeRouter, RouterProcess, home_router, is_behind_router
 from noloco_p2p.io.dht.streams import Streams
 from noloco_p2p.io.dht.ways_in import WaysIn
 
@@ -92,6 +93,48 @@ def test_a_device_that_never_ends_its_answer_keeps_no_node_from_starting_or_endi
         words = ["ip", "netns", "exec", net.namespace("at-home"), sys.executable, ONCE, "1.5"]
         done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60.0)
     assert done.stdout.splitlines() == ["the router did not finish its answer within 1.5 s", NOWHERE]
+
+
+@in_namespaces
+def test_a_device_whose_answer_is_endless_does_not_fill_the_memory_of_a_node() -> None:
+    """It filled 3.9 GB."""
+    with internet() as net:
+        net.router("home", 12, "floods", known_to=[])
+        words = ["ip", "netns", "exec", net.namespace("at-home"), sys.executable, ONCE, "3"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60.0)
+    assert done.stdout.splitlines()[1:] == [NOWHERE]
+    assert int(done.stderr.splitlines()[-1]) < 64
+
+
+LIBRARY = """
+import time
+
+class UPnP:
+    lanaddr = "192.0.2.1"
+
+    def discover(self):
+        time.sleep(60)
+
+    def selectigd(self):
+        return len(bytes(1 << 30))
+"""
+
+
+def test_an_answer_has_a_time_and_a_size_and_the_time_between_two_has_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mappings are renewed every five minutes."""
+    (tmp_path / "miniupnpc.py").write_text(LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(port_mapping, "MAP_S", 2.0)
+    router = RouterProcess()
+    assert router.ask("lanaddr") == "192.0.2.1"
+    time.sleep(2.5)
+    with pytest.raises(Unreachable, match="no answer"):
+        router.selectigd()
+    for ask in (router.discover, router.selectigd):
+        with pytest.raises(Unreachable, match="its answer was too long"):
+            ask()
 
 
 class FoundRouter:
@@ -170,7 +213,7 @@ def test_a_mapping_that_fails_to_renew_does_not_stop_the_others(monkeypatch: pyt
 
     def refuse(router: FoundRouter, outside: int, kind: str, host: str, port: int, *rest: object) -> None:
         if port == 5001:
-            raise Exception("Action not authorized")
+            raise Unreachable("Action not authorized")
         add(router, outside, kind, host, port, *rest)
 
     async def scenario() -> None:
@@ -192,7 +235,7 @@ def test_a_mapping_that_the_router_has_lost_does_not_keep_the_others(monkeypatch
     def delete(router: FoundRouter, outside: int, kind: str) -> None:
         asked.append(outside)
         if outside == 5001:
-            raise Exception("NoSuchEntryInArray")
+            raise Unreachable("NoSuchEntryInArray")
 
     monkeypatch.setattr(FoundRouter, "deleteportmapping", delete, raising=False)
     monkeypatch.setattr(port_mapping, "_router", iter([FoundRouter("127.0.0.1", [])]).__next__)
@@ -218,7 +261,7 @@ def test_mappings_that_could_not_be_renewed_are_removed_all_the_same(monkeypatch
         return searched[-1]
 
     def silent(*_: object) -> str:
-        raise Exception("timeout")
+        raise Unreachable("timeout")
 
     monkeypatch.setattr(FoundRouter, "deleteportmapping", lambda _, port, kind: removed.append(port), raising=False)
     monkeypatch.setattr(port_mapping, "_router", search)
@@ -330,7 +373,7 @@ def test_what_a_router_has_forgotten_is_mapped_again_at_the_next_renewal(monkeyp
 
     def outside(router: FoundRouter) -> str:
         if not answers[0]:
-            raise Exception("timeout")
+            raise Unreachable("timeout")
         return address[0]
 
     monkeypatch.setattr(port_mapping, "_router", found)
