@@ -3,7 +3,7 @@ virtual time (ARCHITECTURE.md, "On trial")."""
 
 import asyncio
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, product
 
 import pytest
 from barriers import barrier
@@ -83,7 +83,7 @@ def hanging_beside(stages: int, seed: int, times: int) -> RunFigures:
     ("reports", "stages", "seed"),
     [
         ("nothing", 2, 1),
-        *soak((reports, stages, seed) for reports in REPORTS for stages in (2, 3) for seed in (1, 2, 3)),
+        *soak(case for case in product(REPORTS, (2, 3), (1, 2, 3)) if case != ("nothing", 2, 1)),
     ],
 )
 def test_ten_times_as_many_hanging_members_cost_little(
