@@ -100,7 +100,7 @@ class WandbRun:
     def _local_errors(self) -> Iterator[None]:
         try:
             yield
-        except self._error as error:
+        except (self._error, OSError) as error:  # an OSError if wandb's own process has died
             raise LocalError(f"wandb: {error}") from error
 
 

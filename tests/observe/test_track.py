@@ -306,7 +306,7 @@ def test_wandb_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def log(found: Mapping[str, float], step: int) -> None:
         if step > 10:
-            raise WandbError("no connection")
+            raise WandbError("no connection") if step == 20 else ConnectionResetError("Connection lost")
         logged.append((step, found))
 
     def init(**given: Any) -> SimpleNamespace:
@@ -331,5 +331,7 @@ def test_wandb_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert logged == [(10, figures), (-1, {})], "the figures that are known, and the end"
     with pytest.raises(LocalError, match=r"^wandb: no connection$"):
         tracking.take([*nodes(20.0).values()])
+    with pytest.raises(LocalError, match=r"^wandb: Connection lost$"):  # a swarm that had ended well ended with code 1
+        tracking.take([*nodes(30.0).values()])
     with pytest.raises(ConfigError, match=r"^wandb: no account; WANDB_MODE=offline writes files only$"):
         track.open_sink("wandb", tmp_path, "stranger", {})
