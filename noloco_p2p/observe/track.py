@@ -83,7 +83,8 @@ class WandbRun:
             self._run = wandb.init(project="noloco", name=name, config=dict(config), dir=str(directory), settings=quiet)
         except self._error as error:
             raise ConfigError(f"wandb: {str(error).rstrip('.')}; WANDB_MODE=offline writes files only") from error
-        self.how_to_view = self._run.url or f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
+        online = not self._run.offline and self._run.url  # offline, wandb would warn that it has no address
+        self.how_to_view = online or f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
         """The address of the run, or the command that uploads it."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
