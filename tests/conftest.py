@@ -1,9 +1,11 @@
 """Hooks for the whole suite."""
 
+import fcntl
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +18,17 @@ settings.load_profile("untimed")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The workers of pytest use all cores already. (torch reads this when it is imported.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Let two workers collect at a time. After a fresh installation they compile everything that they import, and the
+    others find it compiled, instead of doing the same at the same time."""
+    worker = getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"]
+    place = ("conftest.py", "test_house.py")[int(worker[2:]) % 2]  # any two files
+    with Path(__file__).with_name(place).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
