@@ -168,8 +168,9 @@ class RouterProcess:
         self._process: Any = Popen([sys.executable, "-P", "-c", PROGRAM, *limits], **pipes, process_group=0)
 
     def __del__(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        with suppress(AttributeError):  # it could not be started
+            self._process.kill()
+            self._process.communicate()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self.ask, name)
