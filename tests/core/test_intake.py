@@ -332,6 +332,21 @@ def test_a_patient_header_queues_and_each_origin_is_granted_in_turn() -> None:
     assert intake.close() == [key("a", 2), key("a", 3)]
 
 
+def test_those_with_a_waiting_place_are_admitted_before_those_that_came_earlier_and_queue() -> None:
+    """Their bodies are here, or on their way."""
+    intake = Intake(lambda: 9)
+    intake.open(0, target=0)
+    for number in range(LAST_PLACES + 1):
+        intake.offer(key("a", number), Origin("a", 0, number), patient=True)
+    assert intake.offer(key("b", 0), Origin("b", 0, 0), patient=True).answer is Admission.QUEUE
+    intake.leave(key("a", 0))
+    assert intake.granted() == [key("b", 0)], "it has nothing here, and a has more"
+    placed = [*(key("a", number) for number in range(1, LAST_PLACES)), key("b", 0)]
+    intake.seal()
+    assert intake.open(1, target=LAST_PLACES) == placed
+    assert intake.close() == [key("a", LAST_PLACES)]
+
+
 def test_the_queue_is_bounded() -> None:
     intake = Intake(lambda: 1)
     intake.open(0, target=0)

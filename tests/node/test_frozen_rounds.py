@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -35,13 +35,15 @@ class SlowStage:
         await asyncio.sleep(ENCODE_S)
         if caller == "malformed":
             raise Violation("bounds of no vector")
-        return cast(Snapshot, frozen)
+        return Snapshot("me", frozen.round, frozen.step, ())
 
 
-def kept_at(first: int, rule: RuleName = "gossip", *, freezes: bool = True, bounds: bool = True) -> FrozenRounds:
+def kept_at(
+    first: int, rule: RuleName = "gossip", *, freezes: bool = True, bounds: bool = True, **outer: Any
+) -> FrozenRounds:
     """A replica that has just frozen its `first` round. `freezes`: whether it will freeze others."""
     telemetry = SimpleNamespace(event=lambda kind, **fields: None)
-    manifest = RunManifest(outer=OuterSettings(rule=rule))
+    manifest = RunManifest(outer=OuterSettings(rule=rule, **outer))
     advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=float(first))
     advert = replace(advert, partner_from_round=0 if freezes else NOT_YET)
     node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry))
@@ -52,7 +54,7 @@ def kept_at(first: int, rule: RuleName = "gossip", *, freezes: bool = True, boun
 
 
 def frozen(round: int) -> FrozenRound:
-    return FrozenRound("me", round, round, NOTHING, NOTHING)
+    return FrozenRound("me", round, round, NOTHING, NOTHING, fresh_round=round - 3)
 
 
 def test_chunks_of_a_round_can_be_asked_for_again_however_many_are_frozen_while_it_is_encoded() -> None:
@@ -82,6 +84,23 @@ def test_a_malformed_request_keeps_no_round_once_it_is_refused() -> None:
         assert rounds.pullers() == set(), "it has all of it, or never will"
 
     run(scenario(), limit_s=100)
+
+
+def test_the_last_two_rounds_stay_and_of_those_that_were_pulled_before_them_the_last_three() -> None:
+    async def scenario() -> None:
+        rounds = kept_at(1, max_stale_rounds=100)
+        for round in range(1, 11):
+            rounds.keep(frozen(round))
+            given = await rounds.serve(f"mate {round}", SnapshotRequest(0, round))
+            assert (given.round, given.fresh_round) == (round, round - 3)
+        for round, given_round in (1, 6), (6, 6), (7, 7), (8, 8), (9, 9):
+            assert (await rounds.serve("late", SnapshotRequest(0, round))).round == given_round
+        await asyncio.sleep(RunManifest().outer.deadline_s)
+        await rounds.serve("late", SnapshotRequest(0, 10))
+        rounds.keep(frozen(11))
+        assert (await rounds.serve("late", SnapshotRequest(0, 1))).round == 10, "the others have them, or never will"
+
+    run(scenario(), limit_s=1000)
 
 
 @pytest.mark.parametrize("bounds", [True, False])

@@ -28,12 +28,12 @@ WAIT_S = 20.0
 class Place:
     """A replica with the mates b, c and d, whose answers are in `answers`; the others have what it has."""
 
-    def __init__(self) -> None:
-        outer = OuterSettings(rule="diloco", deadline_s=WAIT_S)
-        manifest = RunManifest(outer=outer)
-        me = Advert("a", manifest.run_id, 0, (), state="training", outer_round=ROUND - 1)
+    def __init__(self, me: PeerId = "a", **outer: Any) -> None:
+        fields: dict[str, Any] = {"rule": "diloco", "deadline_s": WAIT_S} | outer
+        manifest = RunManifest(outer=OuterSettings(**fields))
+        advert = Advert(me, manifest.run_id, 0, (), state="training", outer_round=ROUND - 1)
         telemetry = cast(Any, SimpleNamespace(event=lambda *_, **__: None))
-        self.node = NodeState(me, manifest, NodeConfig(), telemetry)
+        self.node = NodeState(advert, manifest, NodeConfig(), telemetry)
         self.swarm = Membership(self.node)
         self.members = self.swarm.members
         self.sees()
@@ -76,9 +76,10 @@ def vector(peer: PeerId, digest: int = 7, named: str = "abcd") -> PartnerVector:
     return PartnerVector(peer, ROUND, ROUND, NOTHING, NOTHING, view=GroupView(tuple(named), digest))
 
 
-def at(scenario: Callable[[Place], Awaitable[None]]) -> None:
+def at(scenario: Callable[[Place], Awaitable[None]], me: PeerId = "a", **outer: Any) -> None:
     async def main() -> None:
-        await scenario(Place())
+        await asyncio.sleep(100.0)
+        await scenario(Place(me, **outer))
 
     virtual_time.run(main(), limit_s=1000)
 
@@ -98,12 +99,37 @@ def test_it_expects_itself_and_all_mates_that_count_in_the_round() -> None:
     at(scenario)
 
 
+@pytest.mark.parametrize("me", ["a", "bb", "e"])
+def test_those_that_it_expects_are_named_in_ascending_order(me: PeerId) -> None:
+    """Peers refuse a snapshot that names them in another one."""
+
+    async def scenario(place: Place) -> None:
+        assert place.expected == "".join(sorted([me, *"bcd"]))
+
+    at(scenario, me)
+
+
+def test_it_waits_for_each_as_long_as_the_run_says() -> None:
+    async def scenario(place: Place) -> None:
+        assert (await place.pull()).reason == "all"
+
+    at(scenario, deadline_s=60.0, partner_wait_s=WAIT_S)
+
+
 def test_what_all_have_is_merged() -> None:
     async def scenario(place: Place) -> None:
         pull = await place.pull()
         assert [one.peer for one in pull.theirs] == ["b", "c", "d"]
         assert (pull.reason, pull.nbytes, pull.asked_again) == ("all", 30, 3)
         assert (pull.counted, pull.left_out, pull.ahead) == (True, 0, ())
+
+    at(scenario)
+
+
+def test_a_replica_that_expects_no_mate_asks_none() -> None:
+    async def scenario(place: Place) -> None:
+        place.sees(**dict.fromkeys("bcd", ROUND + 1))
+        assert await place.pull() == Pull("nobody")
 
     at(scenario)
 

@@ -258,9 +258,9 @@ def test_labels_are_those_of_the_device_operations_before_the_copy() -> None:
         asking = asyncio.create_task(place.ask())
         await asyncio.sleep(CAPTURE_S / 2)
         place.node.inner_steps = 26
-        place.node.update(step=26.0, outer_round=3)
+        place.node.update(step=26.0, outer_round=3, fresh_round=1)
         state = await asking
-        assert (state.inner_steps, state.step, state.round) == (26, 26.0, 3)
+        assert (state.inner_steps, state.step, state.round, state.fresh_round) == (26, 26.0, 3, 1)
 
     at(scenario)
 
