@@ -15,7 +15,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.node.device_stage import DeviceStage
-from noloco_p2p.node.guardian import AGAIN_S, EVERY_S, EVERY_STEPS, REST, Guardian
+from noloco_p2p.node.guardian import AGAIN_S, EVERY_S, EVERY_STEPS, LONGER, REST, WAIT_S, Guardian
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Telemetry, Transport
@@ -35,6 +35,7 @@ class Place:
         self.events: list[tuple[str, dict[str, object]]] = []
         self.asked: list[tuple[str, int, int | None]] = []
         self.asked_at: list[float] = []
+        self.may_wait_s: list[float] = []
         self.answers: dict[str, Snapshot | Exception] = {}
         self.takes_s = 0.0
         """Duration of each transfer, seconds."""
@@ -56,9 +57,10 @@ class Place:
         self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: TensorSpecs
     ) -> Snapshot:
         assert expected == (WEIGHTS[request.stage],)
-        assert request.weights == "bfloat16"
+        assert (request.weights, deadline_s) == ("bfloat16", LONGER * self.node.manifest.outer.deadline_s)
         self.asked.append((peer.peer_id, request.stage, request.round))
         self.asked_at.append(self.node.now())
+        self.may_wait_s.append(request.wait_s)
         await asyncio.sleep(self.takes_s)
         answer = self.answers.get(peer.peer_id, Declined("nothing to give"))
         if isinstance(answer, Exception):
@@ -151,6 +153,47 @@ def test_weights_that_began_afresh_replace_what_is_kept_only_once_they_have_trai
     at(scenario)
 
 
+def test_a_node_that_has_stood_still_pulls_nothing_until_it_knows_how_far_the_others_are() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        for still in (True, False):
+            place.node.stand_still(still)
+            await place.sees(place.advert("w", WARD))
+            assert bool(place.asked) != still
+
+    at(scenario)
+
+
+def test_what_is_new_during_a_rest_is_pulled_when_it_ends_without_further_news() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"], place.takes_s = snapshot("w", 3), 1.0
+        await place.sees(place.advert("w", WARD))
+        await asyncio.sleep(2.0)
+        place.goes_on(4)
+        await place.sees(place.advert("w", WARD, round=4))
+        await asyncio.sleep(REST + 2.0)
+        assert place.asked_at == pytest.approx([0.0, REST], abs=2.0)
+
+    at(scenario)
+
+
+def test_the_guardians_of_a_stage_ask_its_replicas_in_turn_and_not_the_same_one_at_a_time() -> None:
+    first: dict[int, list[str]] = {}
+
+    async def scenario(place: Place) -> None:
+        ward = [place.advert(peer, WARD) for peer in "vw"]
+        for rival in (f"p{number}" for number in range(20)):
+            mate = place.advert(rival, 2)
+            at = guardians_of(WARD, [*ward, mate, place.node.advert], place.node.manifest.seed).index("me")
+            await place.sees(*ward, mate)
+            first[at] = [place.guardian._in_turn(WARD, ward, round)[0].peer_id for round in range(4, 8)]
+
+    at(scenario)
+    assert sorted(first) == [0, 1]
+    assert first[0] in (["v", "w"] * 2, ["w", "v"] * 2)
+    assert first[1] == first[0][::-1]
+
+
 def test_a_round_that_no_clock_has_come_to_is_not_kept() -> None:
     async def scenario(place: Place) -> None:
         place.answers["w"] = snapshot("w", 2**53, 2**53)
@@ -170,6 +213,8 @@ def test_before_the_first_round_there_is_nothing_to_guard() -> None:
         place.node.update(outer_round=0)
         await place.sees(place.advert("w", WARD, round=0))
         assert place.asked == []
+        await place.sees(place.advert("w", WARD, round=1))
+        assert place.asked == [("w", WARD, 1)]
 
     at(scenario)
 
@@ -210,19 +255,24 @@ def test_a_guardian_that_nobody_can_dial_first_asks_replicas_that_need_no_relay(
     at(scenario)
 
 
-@pytest.mark.parametrize(("states", "guarded"), [
-    ([], True),
-    (["waiting"], True),
-    (["starting", "syncing"], True),
-    (["training"], True),
-    (["paused"], True),
-    (["draining", "finished"], True),
-    (["training", "training", "syncing"], True),
-    (["training", "training", "draining"], True),
-    (["training", "training", "paused"], False),
+@pytest.mark.parametrize(("states", "silent", "guarded"), [
+    ([], "", True),
+    (["waiting"], "", True),
+    (["starting", "syncing"], "", True),
+    (["training"], "", True),
+    (["paused"], "", True),
+    (["draining", "finished"], "", True),
+    (["training", "training", "syncing"], "", True),
+    (["training", "training", "draining"], "", True),
+    (["training", "training", "paused"], "", False),
+    (["training", "training", "paused"], "w0", True),
+    (["training", "training", "paused", "finished"], "w1", False),
 ])  # fmt: skip
-def test_only_a_stage_of_at_most_two_replicas_is_guarded(states: list[str], guarded: bool) -> None:
+def test_only_a_stage_of_at_most_two_replicas_that_answer_is_guarded(
+    states: list[str], silent: str, guarded: bool
+) -> None:
     async def scenario(place: Place) -> None:
+        place.silent = {silent}
         for _ in range(2):
             await place.sees(*(place.advert(f"w{i}", WARD, state) for i, state in enumerate(states)))
         assert (WARD in place.guardian._wards()) == guarded
@@ -322,6 +372,22 @@ def test_the_weights_of_a_stage_that_nobody_holds_are_copied_once_from_the_guard
     at(scenario)
 
 
+def test_better_weights_of_a_stage_that_nobody_holds_are_copied_when_they_appear_but_not_during_a_rest() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers, place.takes_s = {"p": snapshot("w", 3), "q": snapshot("w", 4, 40)}, 1.0
+        worse, better = place.advert("p", 2, "training", Holding(WARD, 3, 30)), Holding(WARD, 4, 40)
+        await place.sees(worse)
+        await asyncio.sleep(2.0)
+        both = worse, place.advert("q", 2, "training", better)
+        for after_s, held in ((1.0, 3), (3 * REST, 4)):
+            await asyncio.sleep(after_s)
+            await place.sees(*both)
+            await asyncio.sleep(2.0)
+            assert [one.round for one in place.holds if one.stage == WARD] == [held]
+
+    at(scenario)
+
+
 def test_the_weights_of_a_stage_that_nobody_holds_are_copied_from_another_guardian_if_one_has_died() -> None:
     async def scenario(place: Place) -> None:
         held, impossible = Holding(WARD, 3, 30), Holding(WARD, 2**53, 2**53)
@@ -372,6 +438,7 @@ def test_a_leaving_ward_is_asked_until_its_final_snapshot_is_here() -> None:
         await place.sees(place.advert("w", WARD))
         await place.sees(place.advert("w", WARD, "draining"))
         assert place.asked == [("w", WARD, 3), ("w", WARD, 4)]
+        assert place.may_wait_s == [WAIT_S, AGAIN_S]
         place.answers["w"] = snapshot("w", 4, 33)
         await asyncio.sleep(5.0)
         assert place.holds == (Holding(WARD, 4, 33),)
@@ -398,27 +465,30 @@ def test_a_paused_ward_is_asked_only_once_though_it_gives_no_newer_weights() -> 
     at(scenario)
 
 
-def test_a_ward_that_pauses_twice_within_a_round_is_asked_for_what_it_has_trained_between() -> None:
+@pytest.mark.parametrize("mates", ["", "v"])
+def test_a_ward_that_pauses_twice_within_a_round_is_asked_for_what_it_has_trained_between(mates: str) -> None:
     async def scenario(place: Place) -> None:
+        paused = [place.advert(mate, WARD, "paused") for mate in mates]
         for step in (33, 37):
             place.answers["w"] = snapshot("w", 4, step)
-            await place.sees(replace(place.advert("w", WARD, "paused"), step=step + 0.5))
+            await place.sees(replace(place.advert("w", WARD, "paused"), step=step + 0.5), *paused)
             assert place.holds == (Holding(WARD, 4, step),)
-            await place.sees(replace(place.advert("w", WARD), step=step + 0.5))
+            await place.sees(replace(place.advert("w", WARD), step=step + 0.5), *paused)
 
     at(scenario)
 
 
-def test_of_replicas_that_leave_together_the_one_that_got_furthest_is_asked_until_it_gives_its_last_weights() -> None:
+@pytest.mark.parametrize("other", ["draining", "paused"])
+def test_of_replicas_that_leave_together_the_one_that_got_furthest_is_asked_until_it_gives_its_last_weights(
+    other: str,
+) -> None:
     """The last snapshots of all have the number of the next round."""
 
     async def scenario(place: Place) -> None:
         place.answers = {"v": snapshot("v", 4, 31), "w": Declined("not yet")}
-        leaving = [
-            replace(place.advert(peer, WARD, "draining"), step=step) for peer, step in (("v", 31.0), ("w", 33.5))
-        ]
-        await place.sees(*leaving)
-        assert [peer for peer, _, _ in place.asked] == ["w", "v"]
+        last = replace(place.advert("w", WARD, "draining"), step=33.5)
+        await place.sees(replace(place.advert("v", WARD, other), step=31.0), last)
+        assert [peer for peer, _, _ in place.asked][:2] == ["w", "v"]
         assert place.holds == (Holding(WARD, 4, 31),)
         place.answers["w"] = snapshot("w", 4, 33)
         await asyncio.sleep(2 * AGAIN_S)
@@ -544,13 +614,14 @@ def test_weights_are_pulled_again_after_some_steps_or_after_a_minute_however_man
 
 def test_no_ward_waits_for_ever_because_another_has_news_after_every_rest() -> None:
     async def scenario(place: Place) -> None:
-        place.takes_s = 3.0
+        place.takes_s = 0.5
         for round in range(4, 304):
             place.goes_on(round)
             place.answers = {"w": snapshot("w", round), "v": snapshot("v", round)}
             await place.sees(place.advert("w", WARD, round=round), place.advert("v", 2, round=round))
             await asyncio.sleep(0.9)
         asked = [peer for peer, _, _ in place.asked]
+        assert len(asked) > 10
         assert abs(asked.count("w") - asked.count("v")) <= 1, asked
 
     at(scenario)
@@ -595,5 +666,7 @@ def test_a_ward_that_has_finished_is_not_asked() -> None:
         place.answers["w"] = snapshot("w", 3)
         await place.sees(place.advert("w", WARD, "finished"))
         assert place.asked == []
+        await place.sees(place.advert("v", WARD), place.advert("w", WARD, "finished"))
+        assert place.holds == (Holding(WARD, 3, 30),), "another replica has not, and may be lost"
 
     at(scenario)
