@@ -347,9 +347,13 @@ def test_what_is_held_is_kept_while_even_many_replicas_have_only_weights_that_be
     async def scenario(place: Place) -> None:
         place.answers["w"] = snapshot("w", 3)
         await place.sees(place.advert("w", WARD))
-        for round, kept in ((5, True), (7, False)):
+        for round, older, kept in ((5, 0, True), (6, 2, True), (7, 0, False)):
             place.goes_on(round)
-            fresh = [replace(place.advert(peer, WARD, round=round), fresh_round=4) for peer in "uvx"]
+            began = [3] * older + [4] * (3 - older)
+            fresh = [
+                replace(place.advert(peer, WARD, round=round), fresh_round=at)
+                for peer, at in zip("uvx", began, strict=True)
+            ]
             for _ in range(3):
                 await place.sees(*fresh)
                 await asyncio.sleep(100.0)
@@ -407,6 +411,9 @@ def test_the_stage_that_the_node_moves_to_is_kept_until_it_has_its_weights() -> 
         place.node.update(stage=WARD, state="syncing")
         await place.sees()
         assert place.guardian.snapshot_of(WARD) == snapshot("w", 3), "perhaps no other node has them"
+        for _ in range(2):
+            await place.sees(*(place.advert(peer, WARD) for peer in "uvw"))
+            assert place.guardian.snapshot_of(WARD) == snapshot("w", 3), "those that have them may not give them"
         place.node.update(state="training")
         await place.sees()
         assert place.guardian.snapshot_of(WARD) is None
@@ -425,6 +432,9 @@ def test_a_node_that_moves_still_lists_its_own_checkpoints_of_its_new_stage_unti
         for _ in range(2):
             await place.sees(place.advert("w", WARD))
             assert place.holds == (own, guarded)
+        for _ in range(2):
+            await place.sees(*(place.advert(peer, WARD) for peer in "uvw"))
+        assert place.holds == (own,), "what is safe with others it holds no longer"
         place.node.update(state="training")
         await place.sees(place.advert("w", WARD))
         assert place.holds == (guarded,)
