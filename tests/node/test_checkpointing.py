@@ -44,6 +44,7 @@ class Place:
         self.error: Exception | None = None
         self.saving = 0
         self.saved: list[tuple[int, float, bool]] = []
+        self.written: list[Checkpoint] = []
         self.frozen: list[int] = []
         rounds = SimpleNamespace(freeze=self._freeze, end=self._end, lacks_rounds=self._lacks_rounds)
         self.checkpointer = Checkpointer(self.node, self.swarm, cast(Any, self), cast(Any, rounds))
@@ -73,6 +74,7 @@ class Place:
         if self.error is not None:
             raise self.error
         self.saved.append((checkpoint.state.round, checkpoint.state.step, pin))
+        self.written.append(checkpoint)
 
     async def describe(self, peer: Advert) -> NodeDescription:
         await asyncio.sleep(0.1)
@@ -217,9 +219,22 @@ def test_no_checkpoints_are_written_if_none_are_wanted() -> None:
     async def scenario(place: Place) -> None:
         await place.comes_to(STEPS, STEPS // M)
         assert await place.leaves() == 0.0
+        await place.checkpointer.settle()
         assert place.saved == []
 
     at(scenario, every_steps=None)
+
+
+def test_a_checkpoint_has_the_position_in_the_data_and_the_lineage_of_the_weights() -> None:
+    async def scenario(place: Place) -> None:
+        cursor = {"document": 7}
+        place.node.read_from(cast(Any, SimpleNamespace(cursor=cursor)))
+        place.node.update(fresh_round=2)
+        await place.comes_to(16, 4)
+        await place.checkpointer.settle()
+        assert [(one.cursor, one.state.fresh_round) for one in place.written] == [(cursor, 2)]
+
+    at(scenario)
 
 
 def test_training_goes_on_while_one_is_written_and_the_next_one_waits_for_it() -> None:
@@ -292,6 +307,19 @@ def test_a_last_replica_leaves_once_a_guardian_that_answers_lists_its_weights() 
         assert leaving.done()
         assert not place.said("no guardian has the weights")
         assert place.saved == [(4, 12.0, False)]
+
+    at(scenario)
+
+
+def test_a_last_replica_leaves_once_its_guardian_has_left() -> None:
+    async def scenario(place: Place) -> None:
+        place.sees(place.guardian())
+        leaving = asyncio.create_task(place.leaves())
+        await asyncio.sleep(2.0)
+        assert not leaving.done()
+        place.sees(replace(place.guardian(), state="left"))
+        await asyncio.sleep(0.1)
+        assert leaving.done()
 
     at(scenario)
 
@@ -383,14 +411,15 @@ def test_initial_weights_are_neither_saved_nor_entrusted(inner_steps: int, fresh
 
 def test_what_it_guards_of_a_stage_that_nobody_holds_is_handed_over_too() -> None:
     async def scenario(place: Place) -> None:
-        held = Holding(1, 3, 12)
-        place.node.update(holds=(held, Holding(0, 3, 12)))
+        held, further = Holding(1, 3, 12), Holding(2, 3, 12)
+        place.node.update(holds=(held, further, Holding(0, 3, 12)))
         place.sees(place.mate(), Advert("c", place.node.run_id, 0, (), state="training", outer_round=3, step=12.0))
         leaving = asyncio.create_task(place.leaves())
         await asyncio.sleep(5.0)
-        assert not leaving.done()
-        place.sees(replace(place.mate("c"), holds=(held,)))
-        await asyncio.sleep(1.0)
+        for listed in ((), (held,), (further,), (held, further)):
+            assert not leaving.done()
+            place.sees(replace(place.mate("c"), holds=listed))
+            await asyncio.sleep(1.0)
         assert leaving.done()
         assert place.frozen == []
 
