@@ -65,9 +65,8 @@ class Place:
         self.open -= 1
         if peer.peer_id in self.silent:
             raise Unreachable("nobody is there")
-        return NodeDescription(
-            peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step + 1, peer.outer_round + 1, ""
-        )
+        said = peer.stage, peer.state, peer.step + 1, peer.outer_round + 1, "", peer.fresh_round + 1
+        return NodeDescription(peer.peer_id, peer.run_id, *said)
 
     def changed(self) -> None:
         self.told += 1
@@ -150,6 +149,9 @@ def test_peers_that_have_never_answered_are_met_a_few_at_a_time_and_a_caller_at_
         assert sorted(place.asked) == names(30)
         assert place.inquiry.answers == 0, "no decision depended on them"
         assert place.members.met == set(names(30))
+        place.inquiry.meet(callers[0])
+        await asyncio.sleep(10.0)
+        assert len(place.asked) == 30, "once it has answered, its calls are no reason to ask it"
 
     at(scenario)
 
@@ -201,8 +203,9 @@ def test_silence_sets_only_those_aside_that_have_never_answered(met: bool) -> No
         await asyncio.sleep(1.0)
         await place.inquiry.until_asked([peer], anew=True)
         assert not place.members.is_aside("p", now=place.node.now())
-        assert (found := place.inquiry.with_answer(peer)) is not None
-        assert (found.stage, found.state, found.step, found.outer_round) == (0, "training", 1.0, 1)
+        answer = replace(peer, step=1.0, outer_round=1, fresh_round=1)
+        assert place.inquiry.with_answer(peer) == answer
+        assert place.inquiry.with_answer(replace(peer, stage=1, state="paused")) == answer, "it has moved since"
 
     at(scenario)
 
