@@ -115,6 +115,16 @@ def test_a_dashboard_edited_by_hand_is_named(tmp_path: Path) -> None:
     assert edited.read_bytes() == (GRAFANA / "dashboards" / "swarm.json").read_bytes()
 
 
+def test_a_node_that_comes_back_at_another_address_keeps_its_line() -> None:
+    """Nothing but its stage and its name tells its series apart, so no legend has a node twice."""
+    own = re.compile(r"label_join\((max|sum) by \(node_stage, node_name\) \(.+\), \"at\", \" · \", .+\)")
+    for name in BOARDS:
+        for target in (target for panel in board(name)["panels"] for target in panel["targets"]):
+            by_node = own.fullmatch(target["expr"]) is not None
+            assert by_node == ("{{at}}" in target["legendFormat"]), target
+            assert by_node or not re.search("node_name|instance", target["legendFormat"]), target
+
+
 def test_the_dashboards_know_all_states_and_results() -> None:
     (timeline,) = (p for p in board("swarm")["panels"] if p["title"] == "State of each node")
     (mapping,) = timeline["fieldConfig"]["defaults"]["mappings"]

@@ -5,7 +5,6 @@ Each dashboard is a single expression, however many panels it has.
 
 from panels import (
     BAD,
-    BY_NODE,
     BY_STAGE,
     GOOD,
     LOOK,
@@ -15,6 +14,7 @@ from panels import (
     STAGE,
     Json,
     Query,
+    by_node,
     chart,
     dashboard,
     stat,
@@ -69,7 +69,7 @@ def outer_rounds() -> Json:
                 chart(
                     "Rounds in a row that ended alone",
                     "none",
-                    Query(f"noloco_outer_rounds_alone{{{NODE}}}", BY_NODE),
+                    by_node(f"noloco_outer_rounds_alone{{{NODE}}}"),
                     about="With an odd number of replicas, a different one is alone each round.",
                     steps=[(3, LOOK)],
                 ),
@@ -87,7 +87,7 @@ def outer_rounds() -> Json:
                 chart(
                     "Spread that each replica sees",
                     "sci",
-                    Query(f"noloco_replica_std{{{NODE}}} > 0", BY_NODE),
+                    by_node(f"noloco_replica_std{{{NODE}}} > 0"),
                 ),
             ],
             [
@@ -135,7 +135,7 @@ def outer_rounds() -> Json:
                 chart(
                     "Checkpointed rounds",
                     "none",
-                    Query(f"noloco_checkpoint_round{{{NODE}}}", BY_NODE),
+                    by_node(f"noloco_checkpoint_round{{{NODE}}}"),
                 ),
             ],
         ],
@@ -178,56 +178,52 @@ def node() -> Json:
                 chart(
                     "CPU cores",
                     "none",
-                    Query(f"rate(process_cpu_seconds_total{{{process}}}[$__rate_interval])", BY_NODE),
+                    by_node(f"rate(process_cpu_seconds_total{{{process}}}[$__rate_interval])"),
                 ),
-                chart("Memory (RSS)", "bytes", Query(f"process_resident_memory_bytes{{{process}}}", BY_NODE)),
+                chart("Memory (RSS)", "bytes", by_node(f"process_resident_memory_bytes{{{process}}}")),
             ],
             [
                 chart(
                     "Device at work",
                     "percentunit",
-                    Query(f"rate(noloco_device_seconds_total{{{NODE}}}[$__rate_interval])", BY_NODE),
+                    by_node(f"rate(noloco_device_seconds_total{{{NODE}}}[$__rate_interval])"),
                     about="Share of the time in which the GPU, or the CPU's compute thread, works for inner steps.",
                     high=1,
                 ),
                 chart(
                     "Memory of the device",
                     "bytes",
-                    Query(f'noloco_device_memory_bytes{{{NODE}, kind="used"}}', f"{BY_NODE}, used"),
-                    Query(f'noloco_device_memory_bytes{{{NODE}, kind="total"}}', f"{BY_NODE}, total"),
+                    by_node(f'noloco_device_memory_bytes{{{NODE}, kind="used"}}', ", used"),
+                    by_node(f'noloco_device_memory_bytes{{{NODE}, kind="total"}}', ", total"),
                 ),
             ],
             [
                 chart(
                     "Queue: microbatches in flight",
                     "none",
-                    Query(f"noloco_in_flight{{{NODE}}}", BY_NODE),
+                    by_node(f"noloco_in_flight{{{NODE}}}"),
                     about="At most those of a step, within what memory holds and limits.max_in_flight allows.",
                 ),
                 chart(
                     "Queue: microbatches waiting for admission",
                     "none",
-                    Query(f"noloco_waiting{{{NODE}}}", BY_NODE),
+                    by_node(f"noloco_waiting{{{NODE}}}"),
                 ),
             ],
             [
                 chart(
                     "Busy replies per second",
                     "cps",
-                    Query(
-                        f'rate(noloco_busy_replies_total{{{NODE}, direction="in"}}[$__rate_interval])',
-                        f"{BY_NODE}, sent",
-                    ),
-                    Query(
-                        f'rate(noloco_busy_replies_total{{{NODE}, direction="out"}}[$__rate_interval])',
-                        f"{BY_NODE}, received",
+                    by_node(f'rate(noloco_busy_replies_total{{{NODE}, direction="in"}}[$__rate_interval])', ", sent"),
+                    by_node(
+                        f'rate(noloco_busy_replies_total{{{NODE}, direction="out"}}[$__rate_interval])', ", received"
                     ),
                     about="Back-pressure: a replica that often answers Busy is slower than the stage before it.",
                 ),
                 chart(
                     "Event-loop lag",
                     "s",
-                    Query(f"noloco_event_loop_lag_seconds{{{NODE}}}", BY_NODE),
+                    by_node(f"noloco_event_loop_lag_seconds{{{NODE}}}"),
                     about="Delay of timers. Above half a second, peers may take the node for hung.",
                     steps=[(0.5, BAD)],
                 ),
@@ -236,22 +232,22 @@ def node() -> Json:
                 chart(
                     "Network",
                     "Bps",
-                    Query(
-                        f'sum by (node_stage, node_name) (rate(noloco_bytes_total{{{NODE}, direction="in"}}'
-                        "[$__rate_interval]))",
-                        f"{BY_NODE}, in",
+                    by_node(
+                        f'rate(noloco_bytes_total{{{NODE}, direction="in"}}[$__rate_interval])',
+                        ", in",
+                        operation="sum",
                     ),
-                    Query(
-                        f'-sum by (node_stage, node_name) (rate(noloco_bytes_total{{{NODE}, direction="out"}}'
-                        "[$__rate_interval]))",
-                        f"{BY_NODE}, out",
+                    by_node(
+                        f'-rate(noloco_bytes_total{{{NODE}, direction="out"}}[$__rate_interval])',
+                        ", out",
+                        operation="sum",
                     ),
                     low=None,
                 ),
                 chart(
                     "Memory (RSS) of the libp2p daemon",
                     "bytes",
-                    Query(f'process_resident_memory_bytes{{job="libp2p", {NODE}}}', BY_NODE),
+                    by_node(f'process_resident_memory_bytes{{job="libp2p", {NODE}}}'),
                     about="For nodes that serve its metrics (listen.libp2p_metrics_port).",
                 ),
             ],
@@ -259,11 +255,11 @@ def node() -> Json:
                 chart(
                     "Disk: free, and what the next checkpoint needs",
                     "bytes",
-                    Query(f"noloco_disk_free_bytes{{{NODE}}}", f"{BY_NODE}, free"),
-                    Query(f"noloco_checkpoint_size_bytes{{{NODE}}} > 0", f"{BY_NODE}, checkpoint"),
+                    by_node(f"noloco_disk_free_bytes{{{NODE}}}", ", free"),
+                    by_node(f"noloco_checkpoint_size_bytes{{{NODE}}} > 0", ", checkpoint"),
                     log=True,
                 ),
-                chart("Age of the last checkpoint", "s", Query(age, BY_NODE)),
+                chart("Age of the last checkpoint", "s", by_node(age)),
             ],
         ],
     )

@@ -5,7 +5,6 @@ Each dashboard is a single expression, however many panels it has.
 
 from panels import (
     BAD,
-    BY_NODE,
     BY_SEEN_STAGE,
     BY_STAGE,
     CAUSE_COLOURS,
@@ -18,6 +17,7 @@ from panels import (
     STATE_COLOURS,
     Json,
     Query,
+    by_node,
     chart,
     dashboard,
     stat,
@@ -30,10 +30,7 @@ NO_TROUBLE = 'label_replace(vector(0), "name", "none", "", "")'
 
 def swarm() -> Json:
     """Which nodes are in the swarm, and are they well?"""
-    state = " + ".join(
-        f'{value} * max by (node_stage, node_name) (noloco_state{{{NODE}, state="{name}"}})'
-        for value, name in enumerate(STATE_COLOURS)
-    )
+    state = " or ".join(f'{value} * noloco_state{{{NODE}, state="{name}"}}' for value, name in enumerate(STATE_COLOURS))
     return dashboard(
         "noloco-swarm",
         "Swarm",
@@ -61,7 +58,7 @@ def swarm() -> Json:
                 timeline(
                     "State of each node",
                     [*STATE_COLOURS.items()],
-                    Query(state, BY_NODE),
+                    by_node(state),
                     about="As each node reports it.",
                 )
             ],
@@ -118,7 +115,7 @@ def swarm() -> Json:
                 timeline(
                     "Health of each node",
                     [("in trouble", BAD), ("ok", GOOD)],
-                    Query(f"max by (node_stage, node_name) (noloco_healthy{{{NODE}}})", BY_NODE),
+                    by_node(f"noloco_healthy{{{NODE}}}"),
                     about="In trouble: its /health page says what is wrong.",
                 )
             ],
@@ -133,7 +130,7 @@ def swarm() -> Json:
                 chart(
                     "Longest wait that holds something up",
                     "s",
-                    Query(f"max by (node_stage, node_name) (noloco_longest_wait_seconds{{{NODE}}})", BY_NODE),
+                    by_node(f"noloco_longest_wait_seconds{{{NODE}}}"),
                     about="`noloco doctor` shows what the node waits for, and which peer.",
                 ),
             ],
@@ -160,7 +157,7 @@ def training() -> Json:
                 chart(
                     "Loss of each replica of stage 0",
                     "none",
-                    Query(f'noloco_loss{{{RUN}, node_stage="0"}} > 0', "{{node_name}}"),
+                    by_node(f'noloco_loss{{{RUN}, node_stage="0"}} > 0'),
                     Query(f"run:noloco_loss:mean{{{RUN}}}", "mean"),
                     about="Nats per token of the last inner step.",
                     colours={"mean": "text"},
@@ -169,7 +166,7 @@ def training() -> Json:
                 chart(
                     "Validation loss",
                     "none",
-                    Query(f'noloco_validation_loss{{{RUN}, node_stage="0"}} > 0', "{{node_name}}"),
+                    by_node(f'noloco_validation_loss{{{RUN}, node_stage="0"}} > 0'),
                     Query(f"run:noloco_validation_loss:mean{{{RUN}}}", "mean"),
                     about="Nats per token on held-out data, every evaluation.every_steps.",
                     colours={"mean": "text"},
@@ -180,17 +177,14 @@ def training() -> Json:
                 chart(
                     "Tokens per second",
                     "short",
-                    Query(
-                        f'sum by (node_name) (rate(noloco_tokens_total{{{RUN}, node_stage="0"}}[$__rate_interval]))',
-                        "{{node_name}}",
-                    ),
+                    by_node(f'rate(noloco_tokens_total{{{RUN}, node_stage="0"}}[$__rate_interval])'),
                     about="Trained tokens, by the stage-0 replica that read them.",
                     stack=True,
                 ),
                 chart(
                     "Clock of each replica of stage 0",
                     "none",
-                    Query(f'noloco_step{{{RUN}, node_stage="0"}}', "{{node_name}}"),
+                    by_node(f'noloco_step{{{RUN}, node_stage="0"}}'),
                     about="In steps. A replica that lags behind is pulled forward.",
                 ),
             ],
@@ -230,7 +224,7 @@ def training() -> Json:
                 chart(
                     "Gradient norm, before clipping",
                     "none",
-                    Query(f"noloco_grad_norm{{{NODE}}} > 0", BY_NODE),
+                    by_node(f"noloco_grad_norm{{{NODE}}} > 0"),
                     log=True,
                 ),
                 chart(
@@ -252,10 +246,7 @@ def training() -> Json:
                 chart(
                     "Inner steps per second",
                     "cps",
-                    Query(
-                        f"sum by (node_stage, node_name) (rate(noloco_inner_steps_total{{{NODE}}}[$__rate_interval]))",
-                        BY_NODE,
-                    ),
+                    by_node(f"rate(noloco_inner_steps_total{{{NODE}}}[$__rate_interval])"),
                 ),
             ],
         ],

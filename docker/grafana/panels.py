@@ -16,7 +16,6 @@ NODE = f'{STAGE}, node_name=~"$node"'
 """Label selectors of the dashboard variables, from wide to narrow."""
 SEEN_STAGE = f'{RUN}, stage=~"$stage"'
 """For metrics whose `stage` is one that the node sees, not its own."""
-BY_NODE = "{{node_stage}} · {{node_name}}"
 BY_STAGE = "stage {{node_stage}}"
 BY_SEEN_STAGE = "stage {{stage}}"
 """Legends."""
@@ -50,6 +49,12 @@ class Query:
 
     expr: str
     legend: str = "{{__name__}}"
+
+
+def by_node(expr: str, note: str = "", *, operation: str = "max") -> Query:
+    """A series for each node, in the order of the stages: the same one when it comes back at another address."""
+    own = f"{operation} by (node_stage, node_name) ({expr})"
+    return Query(f'label_join({own}, "at", " · ", "node_stage", "node_name")', "{{at}}" + note)
 
 
 @dataclass(frozen=True)
