@@ -72,6 +72,8 @@ def outer_rounds() -> Json:
                     by_node(f"noloco_outer_rounds_alone{{{NODE}}}"),
                     about="With an odd number of replicas, a different one is alone each round.",
                     steps=[(3, LOOK)],
+                    reach=4,
+                    decimals=0,
                 ),
             ],
             [
@@ -191,10 +193,14 @@ def node() -> Json:
                     high=1,
                 ),
                 chart(
-                    "Memory of the device",
-                    "bytes",
-                    by_node(f'noloco_device_memory_bytes{{{NODE}, kind="used"}}', ", used"),
-                    by_node(f'noloco_device_memory_bytes{{{NODE}, kind="total"}}', ", total"),
+                    "Device memory in use",
+                    "percentunit",
+                    by_node(
+                        f'noloco_device_memory_bytes{{{NODE}, kind="used"}}'
+                        f' / ignoring (kind) noloco_device_memory_bytes{{{NODE}, kind="total"}}'
+                    ),
+                    about="Share of the GPU's memory. On a CPU: what the process has of the machine's memory.",
+                    high=1,
                 ),
             ],
             [
@@ -203,11 +209,15 @@ def node() -> Json:
                     "none",
                     by_node(f"noloco_in_flight{{{NODE}}}"),
                     about="At most those of a step, within what memory holds and limits.max_in_flight allows.",
+                    reach=1,
+                    decimals=0,
                 ),
                 chart(
                     "Queue: microbatches waiting for admission",
                     "none",
                     by_node(f"noloco_waiting{{{NODE}}}"),
+                    reach=1,
+                    decimals=0,
                 ),
             ],
             [
@@ -257,7 +267,7 @@ def node() -> Json:
                     "bytes",
                     by_node(f"noloco_disk_free_bytes{{{NODE}}}", ", free"),
                     by_node(f"noloco_checkpoint_size_bytes{{{NODE}}} > 0", ", checkpoint"),
-                    log=True,
+                    log=2,
                 ),
                 chart("Age of the last checkpoint", "s", by_node(age)),
             ],

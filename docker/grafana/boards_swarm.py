@@ -69,6 +69,8 @@ def swarm() -> Json:
                     Query(f"stage:noloco_replicas:median{{{SEEN_STAGE}}}", BY_SEEN_STAGE),
                     about="With fewer than two, one more failure stops the run.",
                     steps=[(2, GOOD)],
+                    reach=3,
+                    decimals=0,
                 ),
                 chart(
                     "Nodes by state",
@@ -76,6 +78,7 @@ def swarm() -> Json:
                     Query(f"sum by (state) (stage_state:noloco_peers:median{{{SEEN_STAGE}}})", "{{state}}"),
                     colours=STATE_COLOURS,
                     stack=True,
+                    decimals=0,
                 ),
             ],
             [
@@ -94,6 +97,7 @@ def swarm() -> Json:
                     Query(f"stage:noloco_deserted_seconds:median{{{SEEN_STAGE}}}", BY_SEEN_STAGE),
                     about="How long a stage has had no replica. The run waits for one.",
                     steps=[(10, BAD)],
+                    reach=15,
                 ),
             ],
             [
@@ -126,6 +130,8 @@ def swarm() -> Json:
                     Query(f"sum by (name) (noloco_trouble{{{NODE}}}) or {NO_TROUBLE}", "{{name}}"),
                     about="Number of nodes with each problem that does not stop them.",
                     stack=True,
+                    reach=1,
+                    decimals=0,
                 ),
                 chart(
                     "Longest wait that holds something up",
@@ -162,6 +168,7 @@ def training() -> Json:
                     about="Nats per token of the last inner step.",
                     colours={"mean": "text"},
                     low=None,
+                    extreme="min",
                 ),
                 chart(
                     "Validation loss",
@@ -171,6 +178,7 @@ def training() -> Json:
                     about="Nats per token on held-out data, every evaluation.every_steps.",
                     colours={"mean": "text"},
                     low=None,
+                    extreme="min",
                 ),
             ],
             [
@@ -211,13 +219,13 @@ def training() -> Json:
                     "Phases, median",
                     "s",
                     Query(f"avg by (phase) (stage_phase:noloco_phase_seconds:p50{{{STAGE}}})", "{{phase}}"),
-                    log=True,
+                    log=10,
                 ),
                 chart(
                     "Phases, 95th percentile",
                     "s",
                     Query(f"max by (phase) (stage_phase:noloco_phase_seconds:p95{{{STAGE}}})", "{{phase}}"),
-                    log=True,
+                    log=10,
                 ),
             ],
             [
@@ -225,7 +233,7 @@ def training() -> Json:
                     "Gradient norm, before clipping",
                     "none",
                     by_node(f"noloco_grad_norm{{{NODE}}} > 0"),
-                    log=True,
+                    log=10,
                 ),
                 chart(
                     "Learning rate",

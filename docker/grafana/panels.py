@@ -76,13 +76,11 @@ def stat(
     """One number over a sparkline. `steps`: (lowest value, colour) pairs; below the first one it is red."""
     base = BAD if steps else CALM
     defaults: Json = {
-        "unit": unit,
+        **_unit(unit, decimals),
         "color": {"mode": "thresholds"},
         "thresholds": _thresholds(base, steps),
         "noValue": "–",
     }
-    if decimals is not None:
-        defaults["decimals"] = decimals
     options = {
         "colorMode": "value",
         "graphMode": "area",
@@ -103,28 +101,34 @@ def chart(
     steps: Sequence[tuple[float, str]] = (),
     low: float | None = 0,
     high: float | None = None,
+    reach: float | None = None,
+    decimals: int | None = None,
+    extreme: str = "max",
     bars: bool = False,
-    log: bool = False,
+    log: int | None = None,
     right: tuple[str, str] | None = None,
     width: int = 12,
 ) -> Panel:
     """Lines over time.
 
-    `colours`: by legend; `steps`: dashed lines; `right`: (pattern of legends, unit) of the series on the right axis.
+    `colours`: by legend; `steps`: dashed lines; `low` and `high`: where the axis begins and ends, which `reach` only
+    extends; `extreme`: max or min, for the legend; `log`: base of a logarithmic axis; `right`: (pattern of legends,
+    unit) of the series on the right axis.
     """
     custom: Json = {
         "drawStyle": "bars" if bars else "line",
-        "lineWidth": 1 if stack else 2,
-        "fillOpacity": 60 if bars else 35 if stack else 8,
-        "gradientMode": "none" if stack or bars else "opacity",
+        "lineWidth": 0 if stack else 2,
+        "fillOpacity": 60 if stack or bars else 0,
         "showPoints": "never",
         "spanNulls": 30_000,
         "stacking": {"mode": "normal" if stack else "none", "group": "A"},
-        "scaleDistribution": {"type": "log", "log": 10} if log else {"type": "linear"},
+        "scaleDistribution": {"type": "log", "log": log} if log else {"type": "linear"},
         "thresholdsStyle": {"mode": "dashed" if steps else "off"},
     }
+    if reach is not None:
+        custom["axisSoftMax"] = reach
     defaults: Json = {
-        "unit": unit,
+        **_unit(unit, decimals),
         "color": {"mode": "palette-classic"},
         "custom": custom,
         "thresholds": _thresholds(GOOD, steps),
@@ -133,8 +137,9 @@ def chart(
         defaults["min"] = low
     if high is not None:
         defaults["max"] = high
+    legend = {"displayMode": "table", "placement": "right", "sortBy": "Name", "sortDesc": False}
     options = {
-        "legend": {"displayMode": "table", "placement": "bottom", "calcs": ["lastNotNull", "max"], "showLegend": True},
+        "legend": {**legend, "calcs": ["lastNotNull", extreme], "showLegend": True},
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
     made = _panel("timeseries", title, queries, defaults, options, (width, CHART_HEIGHT), about)
@@ -272,6 +277,12 @@ def _panel(
         "options": dict(options),
     }
     return Panel(json, *size)
+
+
+def _unit(unit: str, decimals: int | None) -> Json:
+    if decimals is None:
+        decimals = {"sci": 2}.get(unit)
+    return {"unit": unit} if decimals is None else {"unit": unit, "decimals": decimals}
 
 
 def _thresholds(base: str, steps: Sequence[tuple[float, str]]) -> Json:
