@@ -115,6 +115,14 @@ def test_a_dashboard_edited_by_hand_is_named(tmp_path: Path) -> None:
     assert edited.read_bytes() == (GRAFANA / "dashboards" / "swarm.json").read_bytes()
 
 
+def test_the_dashboards_show_the_alerts_of_the_chosen_run_only() -> None:
+    asked = [expr for expr in expressions().values() if "ALERTS" in expr]
+    asked += [one["expr"] for name in BOARDS for one in board(name)["annotations"]["list"]]
+    assert len(asked) == 2 + len(BOARDS)
+    for expr in asked:
+        assert re.findall(r"ALERTS\{.*?\}", expr) == ['ALERTS{alertstate="firing", run=~"$run|"}']
+
+
 def test_a_node_that_comes_back_at_another_address_keeps_its_line() -> None:
     """Nothing but its stage and its name tells its series apart, so no legend has a node twice."""
     own = re.compile(r"label_join\((max|sum) by \(node_stage, node_name\) \(.+\), \"at\", \" · \", .+\)")
@@ -122,7 +130,7 @@ def test_a_node_that_comes_back_at_another_address_keeps_its_line() -> None:
         for target in (target for panel in board(name)["panels"] for target in panel["targets"]):
             by_node = own.fullmatch(target["expr"]) is not None
             assert by_node == ("{{at}}" in target["legendFormat"]), target
-            assert by_node or not re.search("node_name|instance", target["legendFormat"]), target
+            assert by_node or "ALERTS" in target["expr"] or "node_name" not in target["legendFormat"], target
 
 
 def test_the_dashboards_know_all_states_and_results() -> None:

@@ -4,6 +4,7 @@ Each dashboard is a single expression, however many panels it has.
 """
 
 from panels import (
+    ALERTS,
     BAD,
     BY_SEEN_STAGE,
     BY_STAGE,
@@ -25,7 +26,11 @@ from panels import (
 )
 
 PROGRESS = f"run:noloco_step:max{{{RUN}}} / on (run) max by (run) (noloco_run_steps{{{RUN}}})"
-NO_TROUBLE = 'label_replace(vector(0), "name", "none", "", "")'
+
+
+def none(label: str) -> str:
+    """A series of zeros with the value `none` of a label, to put after `or on ()`."""
+    return f'label_replace(vector(0), "{label}", "none", "", "")'
 
 
 def swarm() -> Json:
@@ -45,12 +50,7 @@ def swarm() -> Json:
                     [(1, LOOK), (2, GOOD)],
                 ),
                 stat("Nodes in trouble", f"sum(1 - noloco_healthy{{{RUN}}})", "none", [(0, GOOD), (1, BAD)]),
-                stat(
-                    "Alerts",
-                    'sum(ALERTS{alertstate="firing"}) or vector(0)',
-                    "none",
-                    [(0, GOOD), (1, LOOK)],
-                ),
+                stat("Alerts", f"sum({ALERTS}) or vector(0)", "none", [(0, GOOD), (1, LOOK)]),
                 stat("Tokens per second", f"run:noloco_tokens:rate1m{{{RUN}}}", "short"),
                 stat("Progress", PROGRESS, "percentunit", decimals=1),
             ],
@@ -60,6 +60,16 @@ def swarm() -> Json:
                     [*STATE_COLOURS.items()],
                     by_node(state),
                     about="As each node reports it.",
+                )
+            ],
+            [
+                timeline(
+                    "Alerts that fire",
+                    [("none", GOOD), ("firing", BAD)],
+                    Query(
+                        f"{ALERTS} or on () {none('alertname')}", "{{alertname}} {{node_stage}}{{stage}} {{node_name}}"
+                    ),
+                    about="Each with the stage and the node that it is about. The charts show them as red areas.",
                 )
             ],
             [
@@ -127,7 +137,7 @@ def swarm() -> Json:
                 chart(
                     "Troubles",
                     "none",
-                    Query(f"sum by (name) (noloco_trouble{{{NODE}}}) or {NO_TROUBLE}", "{{name}}"),
+                    Query(f"sum by (name) (noloco_trouble{{{NODE}}}) or on () {none('name')}", "{{name}}"),
                     about="Number of nodes with each problem that does not stop them.",
                     stack=True,
                     reach=1,

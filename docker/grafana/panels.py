@@ -16,6 +16,8 @@ NODE = f'{STAGE}, node_name=~"$node"'
 """Label selectors of the dashboard variables, from wide to narrow."""
 SEEN_STAGE = f'{RUN}, stage=~"$stage"'
 """For metrics whose `stage` is one that the node sees, not its own."""
+ALERTS = 'ALERTS{alertstate="firing", run=~"$run|"}'
+"""Those of the run, and those that belong to none."""
 BY_STAGE = "stage {{node_stage}}"
 BY_SEEN_STAGE = "stage {{stage}}"
 """Legends."""
@@ -222,10 +224,10 @@ _ALERTS: Json = {
     "datasource": DATASOURCE,
     "enable": True,
     "iconColor": BAD,
-    "expr": 'ALERTS{alertstate="firing"}',
+    "expr": f"max by (alertname, severity) ({ALERTS})",
     "step": "10s",
     "titleFormat": "{{alertname}}",
-    "textFormat": "stage {{node_stage}}{{stage}} {{node_name}}",
+    "textFormat": "{{severity}}",
 }
 
 
