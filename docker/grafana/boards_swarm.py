@@ -35,6 +35,7 @@ def none(label: str) -> str:
 
 def swarm() -> Json:
     """Which nodes are in the swarm, and are they well?"""
+    trouble = f"{len(STATE_COLOURS)} * (noloco_healthy{{{NODE}}} == bool 0)"
     state = " or ".join(f'{value} * noloco_state{{{NODE}, state="{name}"}}' for value, name in enumerate(STATE_COLOURS))
     return dashboard(
         "noloco-swarm",
@@ -57,9 +58,10 @@ def swarm() -> Json:
             [
                 timeline(
                     "State of each node",
-                    [*STATE_COLOURS.items()],
-                    by_node(state),
-                    about="As each node reports it.",
+                    [*STATE_COLOURS.items(), ("in trouble", BAD)],
+                    by_node(f"{state} or {trouble}"),
+                    about="As each node reports it. In trouble: its /health page says what is wrong.",
+                    height=12,
                 )
             ],
             [
@@ -124,14 +126,6 @@ def swarm() -> Json:
                     Query(f"sum by (reason) (rate(noloco_dropped_total{{{NODE}}}[$__rate_interval]))", "{{reason}}"),
                     stack=True,
                 ),
-            ],
-            [
-                timeline(
-                    "Health of each node",
-                    [("in trouble", BAD), ("ok", GOOD)],
-                    by_node(f"noloco_healthy{{{NODE}}}"),
-                    about="In trouble: its /health page says what is wrong.",
-                )
             ],
             [
                 chart(

@@ -153,7 +153,9 @@ def chart(
     return made
 
 
-def timeline(title: str, values: Sequence[tuple[str, str]], *queries: Query, about: str = "") -> Panel:
+def timeline(
+    title: str, values: Sequence[tuple[str, str]], *queries: Query, about: str = "", height: int = CHART_HEIGHT
+) -> Panel:
     """A bar for each series, coloured by value: `values` has (text, colour) for 0, 1, 2, …"""
     shown = {str(value): {"text": text, "color": colour, "index": value} for value, (text, colour) in enumerate(values)}
     defaults: Json = {
@@ -166,11 +168,12 @@ def timeline(title: str, values: Sequence[tuple[str, str]], *queries: Query, abo
         "alignValue": "left",
         "mergeValues": True,
         "rowHeight": 0.85,
+        "perPage": 20,
         "showValue": "auto",
         "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
         "tooltip": {"mode": "single"},
     }
-    return _panel("state-timeline", title, queries, defaults, options, (COLUMNS, CHART_HEIGHT), about)
+    return _panel("state-timeline", title, queries, defaults, options, (COLUMNS, height), about)
 
 
 def dashboard(uid: str, title: str, about: str, rows: Sequence[Sequence[Panel]]) -> Json:
