@@ -248,11 +248,12 @@ def node() -> Json:
                         operation="sum",
                     ),
                     by_node(
-                        f'-rate(noloco_bytes_total{{{NODE}, direction="out"}}[$__rate_interval])',
+                        f'rate(noloco_bytes_total{{{NODE}, direction="out"}}[$__rate_interval])',
                         ", out",
                         operation="sum",
                     ),
-                    low=None,
+                    about="What the node receives is above zero, what it sends below.",
+                    below=".*, out",
                 ),
                 chart(
                     "Memory (RSS) of the libp2p daemon",

@@ -97,11 +97,19 @@ def swarm() -> Json:
                 chart(
                     "Joins and departures",
                     "none",
-                    Query(f"quantile(0.5, increase(noloco_peers_joined_total{{{NODE}}}[1m]))", "joined"),
-                    Query(f"-quantile(0.5, increase(noloco_peers_departed_total{{{NODE}}}[1m]))", "departed"),
-                    about="Per minute; median over the nodes' views.",
+                    *(
+                        Query(
+                            f"round(quantile(0.5, increase(noloco_peers_{what}_total{{{NODE}}}[$__rate_interval])))",
+                            what,
+                        )
+                        for what in ("joined", "departed")
+                    ),
+                    about="In a minute, or what a bar covers; median over the nodes' views.",
                     colours={"joined": GOOD, "departed": LOOK},
+                    reach=1,
+                    decimals=0,
                     bars=True,
+                    below="departed",
                 ),
                 chart(
                     "Stages without a replica",

@@ -109,13 +109,14 @@ def chart(
     bars: bool = False,
     log: int | None = None,
     right: tuple[str, str] | None = None,
+    below: str | None = None,
     width: int = 12,
 ) -> Panel:
     """Lines over time.
 
     `colours`: by legend; `steps`: dashed lines; `low` and `high`: where the axis begins and ends, which `reach` only
-    extends; `extreme`: max or min, for the legend; `log`: base of a logarithmic axis; `right`: (pattern of legends,
-    unit) of the series on the right axis.
+    extends; `extreme`: max or min, for the legend; `bars`: one a minute; `log`: base of a logarithmic axis; `right`:
+    (pattern of legends, unit) of the series on the right axis; `below`: pattern of those drawn below zero.
     """
     custom: Json = {
         "drawStyle": "bars" if bars else "line",
@@ -135,7 +136,7 @@ def chart(
         "custom": custom,
         "thresholds": _thresholds(GOOD, steps),
     }
-    if low is not None and not log and not bars:
+    if low is not None and not log and below is None:
         defaults["min"] = low
     if high is not None:
         defaults["max"] = high
@@ -149,6 +150,10 @@ def chart(
     if right is not None:
         axis = {"custom.axisPlacement": "right", "unit": right[1]}
         overrides.append(_override("byRegexp", right[0], **axis))
+    if below is not None:
+        overrides.append(_override("byRegexp", below, **{"custom.transform": "negative-Y"}))
+    if bars:
+        made.json["interval"] = "1m"
     made.json["fieldConfig"] = {"defaults": defaults, "overrides": overrides}
     return made
 
