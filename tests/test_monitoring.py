@@ -123,6 +123,22 @@ def test_the_dashboards_show_the_alerts_of_the_chosen_run_only() -> None:
         assert re.findall(r"ALERTS\{.*?\}", expr) == ['ALERTS{alertstate="firing", run=~"$run|"}']
 
 
+def test_the_figures_of_a_swarm_that_is_gone_do_not_remain(tmp_path: Path) -> None:
+    """A stat shows the last value in its range. So there must be a zero, or the last nodes seem to answer and train."""
+    shown = {where: expr for where, expr in expressions().items() if re.search("(answer|Tokens.*) .stat", where)}
+    assert len(shown) == 3
+    series = {'up{job="noloco", run="r", node="a"}': "1x6 0x20", 'run:noloco_tokens:rate1m{run="r"}': "1x6"}
+    cases = [
+        {"expr": expr.replace("$run", "r"), "eval_time": time, "exp_samples": [{"labels": "{}", "value": value}]}
+        for expr in shown.values()
+        for time, value in (("25s", 1), ("10m", 0))
+    ]
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "5s", "input_series": given, "promql_expr_test": cases}
+    (tmp_path / "gone_test.yml").write_text(yaml.safe_dump({"tests": [test]}))
+    promtool("test", "rules", "gone_test.yml", cwd=tmp_path)
+
+
 def test_a_node_that_comes_back_at_another_address_keeps_its_line() -> None:
     """Nothing but its stage and its name tells its series apart, so no legend has a node twice."""
     own = re.compile(r"label_join\((max|sum) by \(node_stage, node_name\) \(.+\), \"at\", \" · \", .+\)")

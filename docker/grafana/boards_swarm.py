@@ -25,6 +25,7 @@ from panels import (
     timeline,
 )
 
+TOKENS = f"sum(run:noloco_tokens:rate1m{{{RUN}}}) or vector(0)"
 PROGRESS = f"run:noloco_step:max{{{RUN}}} / on (run) max by (run) (noloco_run_steps{{{RUN}}})"
 
 
@@ -43,7 +44,7 @@ def swarm() -> Json:
         "The nodes, their states, and what is wrong.",
         [
             [
-                stat("Nodes that answer", f'count(up{{job="noloco", {RUN}}} == 1)', "none", [(1, GOOD)]),
+                stat("Nodes that answer", f'count(up{{job="noloco", {RUN}}} == 1) or vector(0)', "none", [(1, GOOD)]),
                 stat(
                     "Replicas of the thinnest stage",
                     f"min(stage:noloco_replicas:median{{{RUN}}})",
@@ -52,7 +53,7 @@ def swarm() -> Json:
                 ),
                 stat("Nodes in trouble", f"sum(1 - noloco_healthy{{{RUN}}})", "none", [(0, GOOD), (1, BAD)]),
                 stat("Alerts", f"sum({ALERTS}) or vector(0)", "none", [(0, GOOD), (1, LOOK)]),
-                stat("Tokens per second", f"run:noloco_tokens:rate1m{{{RUN}}}", "short"),
+                stat("Tokens per second", TOKENS, "short"),
                 stat("Progress", PROGRESS, "percentunit", decimals=1),
             ],
             [
@@ -167,7 +168,7 @@ def training() -> Json:
                 stat("Loss, nats per token", f"run:noloco_loss:mean{{{RUN}}}", "none", decimals=3),
                 stat("Validation loss", f"run:noloco_validation_loss:mean{{{RUN}}}", "none", decimals=3),
                 stat("Validation perplexity", f"exp(run:noloco_validation_loss:mean{{{RUN}}})", "none", decimals=2),
-                stat("Tokens per second", f"run:noloco_tokens:rate1m{{{RUN}}}", "short"),
+                stat("Tokens per second", TOKENS, "short"),
                 stat("Step", f"floor(run:noloco_step:max{{{RUN}}})", "none"),
                 stat("Progress", PROGRESS, "percentunit", decimals=1),
             ],
