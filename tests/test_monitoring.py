@@ -153,7 +153,7 @@ def test_the_dashboards_know_all_states_and_results() -> None:
     (timeline,) = (p for p in board("swarm")["panels"] if p["title"] == "State of each node")
     (mapping,) = timeline["fieldConfig"]["defaults"]["mappings"]
     assert tuple(mapping["options"][str(value)]["text"] for value in range(len(STATES))) == STATES
-    coloured = {"Rounds by result": "outer_rounds", "Microbatches by result": "microbatches"}
+    coloured = {"Rounds per minute, by result": "outer_rounds", "Microbatches per second, by result": "microbatches"}
     coloured["Bubbles: idle devices, by cause"] = "idle_seconds"
     for name in BOARDS:
         for panel in board(name)["panels"]:

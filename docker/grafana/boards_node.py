@@ -42,9 +42,9 @@ def outer_rounds() -> Json:
                     "none",
                     decimals=1,
                 ),
-                stat("Seconds of a round", f"avg(stage:noloco_outer_round_seconds:mean{{{STAGE}}})", "s"),
+                stat("Duration of a round", f"avg(stage:noloco_outer_round_seconds:mean{{{STAGE}}})", "s"),
                 stat(
-                    "Of these, waiting for the partner", f"avg(stage:noloco_partner_wait_seconds:mean{{{STAGE}}})", "s"
+                    "Of this, waiting for the partner", f"avg(stage:noloco_partner_wait_seconds:mean{{{STAGE}}})", "s"
                 ),
                 stat(
                     "Bytes per parameter and round",
@@ -56,8 +56,8 @@ def outer_rounds() -> Json:
             ],
             [
                 chart(
-                    "Rounds by result",
-                    "cpm",
+                    "Rounds per minute, by result",
+                    "none",
                     Query(
                         f"60 * sum by (result) (stage_result:noloco_outer_rounds:rate5m{{{STAGE}}})",
                         "{{result}}",
@@ -90,11 +90,12 @@ def outer_rounds() -> Json:
                     "Spread that each replica sees",
                     "sci",
                     by_node(f"noloco_replica_std{{{NODE}}} > 0"),
+                    about="Estimated from its own weights and those that its last round merged.",
                 ),
             ],
             [
                 chart(
-                    "Seconds of a round",
+                    "Duration of a round",
                     "s",
                     Query(f'stage_phase:noloco_phase_seconds:p50{{{STAGE}, phase="outer"}}', f"{BY_STAGE}, median"),
                     Query(
@@ -130,14 +131,17 @@ def outer_rounds() -> Json:
             [
                 chart(
                     "Guarded rounds",
-                    "none",
+                    "locale",
                     Query(f"max by (stage) (noloco_guarded_round{{{RUN}}})", "of stage {{stage}}"),
                     about="The newest snapshot of a stage that another stage holds for it, in case all its nodes die.",
+                    decimals=0,
                 ),
                 chart(
                     "Checkpointed rounds",
-                    "none",
+                    "locale",
                     by_node(f"noloco_checkpoint_round{{{NODE}}}"),
+                    about="The outer round of each node's last checkpoint.",
+                    decimals=0,
                 ),
             ],
         ],
@@ -178,7 +182,7 @@ def node() -> Json:
             ],
             [
                 chart(
-                    "CPU cores",
+                    "CPU cores in use",
                     "none",
                     by_node(f"rate(process_cpu_seconds_total{{{process}}}[$__rate_interval])"),
                 ),
@@ -223,7 +227,7 @@ def node() -> Json:
             [
                 chart(
                     "Busy replies per second",
-                    "cps",
+                    "none",
                     by_node(f'rate(noloco_busy_replies_total{{{NODE}, direction="in"}}[$__rate_interval])', ", sent"),
                     by_node(
                         f'rate(noloco_busy_replies_total{{{NODE}, direction="out"}}[$__rate_interval])', ", received"
@@ -240,7 +244,7 @@ def node() -> Json:
             ],
             [
                 chart(
-                    "Network",
+                    "Network traffic",
                     "Bps",
                     by_node(
                         f'rate(noloco_bytes_total{{{NODE}, direction="in"}}[$__rate_interval])',

@@ -123,16 +123,17 @@ def swarm() -> Json:
             ],
             [
                 chart(
-                    "Microbatches re-routed, by reason",
-                    "cps",
+                    "Re-routed microbatches per second, by reason",
+                    "none",
                     Query(f"sum by (reason) (rate(noloco_rerouted_total{{{NODE}}}[$__rate_interval]))", "{{reason}}"),
                     about="The replica chosen first failed, or answered too late.",
                     stack=True,
                 ),
                 chart(
-                    "Microbatches dropped, by reason",
-                    "cps",
+                    "Dropped microbatches per second, by reason",
+                    "none",
                     Query(f"sum by (reason) (rate(noloco_dropped_total{{{NODE}}}[$__rate_interval]))", "{{reason}}"),
+                    about="Given up by the stage-0 replica that read them.",
                     stack=True,
                 ),
             ],
@@ -169,7 +170,7 @@ def training() -> Json:
                 stat("Validation loss", f"run:noloco_validation_loss:mean{{{RUN}}}", "none", decimals=3),
                 stat("Validation perplexity", f"exp(run:noloco_validation_loss:mean{{{RUN}}})", "none", decimals=2),
                 stat("Tokens per second", TOKENS, "short"),
-                stat("Step", f"floor(run:noloco_step:max{{{RUN}}})", "none"),
+                stat("Step", f"floor(run:noloco_step:max{{{RUN}}})", "locale"),
                 stat("Progress", PROGRESS, "percentunit", decimals=1),
             ],
             [
@@ -204,9 +205,10 @@ def training() -> Json:
                 ),
                 chart(
                     "Clock of each replica of stage 0",
-                    "none",
+                    "locale",
                     by_node(f'noloco_step{{{RUN}, node_stage="0"}}'),
                     about="In steps. A replica that lags behind is pulled forward.",
+                    decimals=0,
                 ),
             ],
             [
@@ -229,15 +231,18 @@ def training() -> Json:
             ],
             [
                 chart(
-                    "Phases, median",
+                    "Duration of each phase, median",
                     "s",
                     Query(f"avg by (phase) (stage_phase:noloco_phase_seconds:p50{{{STAGE}}})", "{{phase}}"),
+                    about="Mean of the chosen stages. send: until the next stage replies, so with the work of all later"
+                    " ones; wait: for a place in the inner step; step: the optimizer; outer: an outer round.",
                     log=10,
                 ),
                 chart(
-                    "Phases, 95th percentile",
+                    "Duration of each phase, 95th percentile",
                     "s",
                     Query(f"max by (phase) (stage_phase:noloco_phase_seconds:p95{{{STAGE}}})", "{{phase}}"),
+                    about="Largest of the chosen stages.",
                     log=10,
                 ),
             ],
@@ -256,8 +261,8 @@ def training() -> Json:
             ],
             [
                 chart(
-                    "Microbatches by result",
-                    "cps",
+                    "Microbatches per second, by result",
+                    "none",
                     Query(
                         f"sum by (result) (rate(noloco_microbatches_total{{{NODE}}}[$__rate_interval]))", "{{result}}"
                     ),
@@ -266,7 +271,7 @@ def training() -> Json:
                 ),
                 chart(
                     "Inner steps per second",
-                    "cps",
+                    "none",
                     by_node(f"rate(noloco_inner_steps_total{{{NODE}}}[$__rate_interval])"),
                 ),
             ],

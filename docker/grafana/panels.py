@@ -110,7 +110,6 @@ def chart(
     log: int | None = None,
     right: tuple[str, str] | None = None,
     below: str | None = None,
-    width: int = 12,
 ) -> Panel:
     """Lines over time.
 
@@ -145,7 +144,7 @@ def chart(
         "legend": {**legend, "calcs": ["lastNotNull", extreme], "showLegend": True},
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
-    made = _panel("timeseries", title, queries, defaults, options, (width, CHART_HEIGHT), about)
+    made = _panel("timeseries", title, queries, defaults, options, (COLUMNS // 2, CHART_HEIGHT), about)
     overrides = [_override("byName", name, color=_fixed(colour)) for name, colour in (colours or {}).items()]
     if right is not None:
         axis = {"custom.axisPlacement": "right", "unit": right[1]}
@@ -211,7 +210,7 @@ def dashboard(uid: str, title: str, about: str, rows: Sequence[Sequence[Panel]])
         "templating": {
             "list": [
                 _variable("run", "Run", 'label_values(up{job="noloco"}, run)', several=False),
-                _variable("stage", "Stage", f'label_values(up{{job="noloco", {RUN}}}, node_stage)'),
+                _variable("stage", "Stage", f'label_values(up{{job="noloco", {RUN}}}, node_stage)', sort=3),
                 _variable("node", "Node", f'label_values(up{{job="noloco", {STAGE}}}, node_name)'),
             ]
         },
@@ -239,7 +238,8 @@ _ALERTS: Json = {
 }
 
 
-def _variable(name: str, label: str, query: str, *, several: bool = True) -> Json:
+def _variable(name: str, label: str, query: str, *, several: bool = True, sort: int = 1) -> Json:
+    # Grafana's numbers for orders: 1 is alphabetical, 3 numerical.
     found: Json = {
         "name": name,
         "label": label,
@@ -248,7 +248,7 @@ def _variable(name: str, label: str, query: str, *, several: bool = True) -> Jso
         "definition": query,
         "query": {"query": query, "refId": name},
         "refresh": 2,
-        "sort": 1,
+        "sort": sort,
         "multi": several,
         "includeAll": several,
     }
