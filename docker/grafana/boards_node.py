@@ -35,7 +35,7 @@ def outer_rounds() -> Json:
         "Whether the replicas find partners and stay together, and what it costs.",
         [
             [
-                stat("Rounds that found a partner", PULLED, "percentunit", [(0.5, LOOK), (0.9, GOOD)], decimals=0),
+                stat("Rounds that found a partner", PULLED, "percentunit", [(0.5, LOOK), (0.9, GOOD)]),
                 stat(
                     "Rounds per minute and replica",
                     f"60 * avg(sum by (node) (rate(noloco_outer_rounds_total{{{STAGE}}}[5m])))",
@@ -52,7 +52,7 @@ def outer_rounds() -> Json:
                     "none",
                     decimals=2,
                 ),
-                stat("Largest spread of the replicas", f"max(stage:noloco_replica_std:mean{{{STAGE}}})", "sci"),
+                stat("Largest spread of the replicas", f"max(stage:noloco_replica_std:mean{{{STAGE}}})", "none"),
             ],
             [
                 chart(

@@ -54,7 +54,7 @@ def swarm() -> Json:
                 stat("Nodes in trouble", f"sum(1 - noloco_healthy{{{RUN}}})", "none", [(0, GOOD), (1, BAD)]),
                 stat("Alerts", f"sum({ALERTS}) or vector(0)", "none", [(0, GOOD), (1, LOOK)]),
                 stat("Tokens per second", TOKENS, "short"),
-                stat("Progress", PROGRESS, "percentunit", decimals=1),
+                stat("Progress", PROGRESS, "percentunit"),
             ],
             [
                 timeline(
@@ -171,7 +171,7 @@ def training() -> Json:
                 stat("Validation perplexity", f"exp(run:noloco_validation_loss:mean{{{RUN}}})", "none", decimals=2),
                 stat("Tokens per second", TOKENS, "short"),
                 stat("Step", f"floor(run:noloco_step:max{{{RUN}}})", "locale"),
-                stat("Progress", PROGRESS, "percentunit", decimals=1),
+                stat("Progress", PROGRESS, "percentunit"),
             ],
             [
                 chart(

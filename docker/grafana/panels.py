@@ -75,7 +75,10 @@ class Panel:
 def stat(
     title: str, expr: str, unit: str, steps: Sequence[tuple[float, str]] = (), *, decimals: int | None = None
 ) -> Panel:
-    """One number over a sparkline. `steps`: (lowest value, colour) pairs; below the first one it is red."""
+    """One number over a sparkline. `steps`: (lowest value, colour) pairs; below the first one it is red.
+
+    Grafana draws values that are equal after rounding to `decimals` as a flat line, shares to whole numbers too.
+    """
     base = BAD if steps else CALM
     defaults: Json = {
         **_unit(unit, decimals),
