@@ -72,7 +72,7 @@ def swarm() -> Json:
                     Query(
                         f"{ALERTS} or on () {none('alertname')}", "{{alertname}} {{node_stage}}{{stage}} {{node_name}}"
                     ),
-                    about="Each with the stage and the node that it is about. The charts show them as red areas.",
+                    about="Each with its stage and its node, if it has one. In the charts, red stripes show the start.",
                 )
             ],
             [

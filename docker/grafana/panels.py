@@ -234,7 +234,8 @@ _ALERTS: Json = {
     "datasource": DATASOURCE,
     "enable": True,
     "iconColor": BAD,
-    "expr": f"max by (alertname, severity) ({ALERTS})",
+    # Only its first minute: a region for all the time that it fires would tint the charts.
+    "expr": f"max by (alertname, severity) ({ALERTS}) unless max by (alertname, severity) ({ALERTS} offset 1m)",
     "step": "10s",
     "titleFormat": "{{alertname}}",
     "textFormat": "{{severity}}",
