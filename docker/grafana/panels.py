@@ -148,7 +148,10 @@ def chart(
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
     made = _panel("timeseries", title, queries, defaults, options, (COLUMNS // 2, CHART_HEIGHT), about)
-    overrides = [_override("byName", name, color=_fixed(colour)) for name, colour in (colours or {}).items()]
+    overrides = [
+        _override("byName", name, color={"mode": "fixed", "fixedColor": colour})
+        for name, colour in (colours or {}).items()
+    ]
     if right is not None:
         axis = {"custom.axisPlacement": "right", "unit": right[1]}
         overrides.append(_override("byRegexp", right[0], **axis))
@@ -243,7 +246,6 @@ _ALERTS: Json = {
 
 
 def _variable(name: str, label: str, query: str, *, several: bool = True, sort: int = 1) -> Json:
-    # Grafana's numbers for orders: 1 is alphabetical, 3 numerical.
     found: Json = {
         "name": name,
         "label": label,
@@ -252,7 +254,7 @@ def _variable(name: str, label: str, query: str, *, several: bool = True, sort: 
         "definition": query,
         "query": {"query": query, "refId": name},
         "refresh": 2,
-        "sort": sort,
+        "sort": sort,  # 1: alphabetically, 3: numerically
         "multi": several,
         "includeAll": several,
     }
@@ -307,7 +309,3 @@ def _thresholds(base: str, steps: Sequence[tuple[float, str]]) -> Json:
 def _override(matcher: str, pattern: str, **properties: object) -> Json:
     named = [{"id": name, "value": value} for name, value in properties.items()]
     return {"matcher": {"id": matcher, "options": pattern}, "properties": named}
-
-
-def _fixed(colour: str) -> Json:
-    return {"mode": "fixed", "fixedColor": colour}
