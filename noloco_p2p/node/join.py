@@ -2,6 +2,7 @@
 "Joining")."""
 
 from collections.abc import Sequence
+from math import inf
 
 from noloco_p2p.core import agreement, balance, resume
 from noloco_p2p.core import members as membership
@@ -62,10 +63,10 @@ class Joining:
     async def wait_for_others(self) -> bool:
         """Wait until every stage has enough replicas. Then, if the run has already begun, take its weights.
 
-        A run begins with `start_replicas` nodes per stage; one that has begun needs one. Returns False if the run is
-        complete: this node has done all steps and nobody needs it, or it comes to the end without any weights.
+        A run begins with `start_replicas` nodes per stage; to continue, it needs one (see `_missing`). Returns False if
+        the run is complete: this node has done all steps and nobody needs it, or it arrives at the end without weights.
         """
-        node, manifest = self._node, self._node.manifest
+        node, manifest, began = self._node, self._node.manifest, self._node.now()
         if node.advert.state == "syncing":  # it has moved, and may have held this stage before
             self._weights.withhold()
             await self._weights.find_own()
@@ -85,7 +86,7 @@ class Joining:
             nonlocal goes_on
             # If adverts list weights, the run had begun before everybody stopped. Those that train again list none.
             goes_on |= any(a.holds or resume.age(a) > resume.NEAR_ROUNDS for a in self._swarm.everybody())
-            missing = self._missing(membership.IN_ROUNDS)
+            missing = self._missing(membership.IN_ROUNDS, node.now() - began)
             if late or node.draining or not missing:
                 return True
             self._report_missing(missing)
@@ -171,11 +172,17 @@ class Joining:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _missing(self, states: frozenset[str]) -> dict[int, int]:
-        """How many replicas in one of `states` each stage lacks before the run may start, or continue."""
-        node, run = self._node, self._node.manifest
-        least = 1 if resume.run_has_begun(self._swarm.everybody()) else run.start_replicas
-        return resume.lacking(node.advert, self._swarm.members.all(), run.stages, least, states)
+    def _missing(self, states: frozenset[str], waited_s: float = inf) -> dict[int, int]:
+        """How many replicas in one of `states` each stage lacks before the run may start, or continue.
+
+        While nobody trains, one replica per stage is enough only after `waited_s` seconds in which others would have
+        come: nodes that are restarted together announce themselves one by one, and the first may have old weights.
+        """
+        run, others = self._node.manifest, self._swarm.members.all()
+        restarted = waited_s < self._node.config.directory.ttl_s / RENEWALS_PER_TTL
+        alone = restarted and not any(a.state in membership.TRAINED for a in others)
+        least = 1 if resume.run_has_begun(self._swarm.everybody()) and not alone else run.start_replicas
+        return resume.lacking(self._node.advert, others, run.stages, least, states)
 
     def _report_missing(self, missing: dict[int, int]) -> None:
         self._report("waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items())))

@@ -153,6 +153,29 @@ def killed(plan: SimPlan, at_s: float, peers: Sequence[PeerId], down_s: float = 
     return FaultySwarm(plan, tuple(Fault(at_s, "bounce", (peer,), down_s) for peer in peers))
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_nodes_that_are_restarted_one_after_another_all_go_on_from_the_newest_round(stages: int) -> None:
+    """The first of them had left long before the others died, so its checkpoint is old. No advert is left."""
+    plan = plan_of((2,) * stages, steps=120 // stages, outer={"rule": "gossip", "deadline_s": 3.0})
+    first, *others = [peer_id(stage, replica) for replica in (0, 1) for stage in range(stages)]
+    dead = [Fault(20.0, "bounce", (peer,), 20.0 + 0.5 * number) for number, peer in enumerate(others, 1)]
+    swarm = FaultySwarm(plan, (Fault(5.0, "leave", (first,), 35.0), *dead))
+    outcome = check(swarm)
+    newest = min(rounds(process)[-1] for process in outcome.processes if process.crashed)
+    back = {one.peer: one.round for one in swarm.resumptions}
+    assert back.keys() == {first, *others}
+    assert min(back.values()) >= newest - 1, f"{back}, and round {newest} existed"
+
+
+def test_a_node_that_is_restarted_alone_goes_on_soon() -> None:
+    """The other one stays away."""
+    dead = Fault(10.0, "bounce", ("s0r0",), 20.0), Fault(10.0, "crash", ("s0r1",))
+    swarm = FaultySwarm(plan_of((2,), steps=60, outer={"rule": "gossip", "deadline_s": 3.0}), dead)
+    check(swarm)
+    [came] = swarm.resumptions
+    assert (came.source, came.at_s < 30.0 + swarm.plan.config.directory.ttl_s / 2) == ("shard", True)
+
+
 @pytest.mark.parametrize(("stages", "every_steps"), [(1, 8), (2, 1), (3, 8), *soak([(1, 1), (2, 8), (3, 1)])])
 def test_a_chain_that_was_stopped_ends_with_the_weights_of_one_that_was_not(stages: int, every_steps: int) -> None:
     plan = chain(stages, every_steps=every_steps)
