@@ -96,6 +96,7 @@ def test_a_later_stage_renews_its_advert_and_reads_now_and_then() -> None:
         announced, read = await place.trains_for(60.0)
         assert every(REFRESH_S, read)
         assert every(RENEWAL_S, announced)
+        assert len(announced) >= 60.0 / (RENEWAL_S + READING_S)
         assert place.changed == len(place.read)
 
     at(scenario)

@@ -479,18 +479,23 @@ def test_a_node_that_moved_and_is_to_leave_before_it_has_weights_hands_over_thos
         ({"round": 12, "fresh_round": 3}, True, False),
         ({"round": 12, "fresh_round": 4}, True, False),
         ({"round": 9}, False, False),
+        ({"round": 9, "says": {"round": 12, "fresh_round": 3}}, True, False),
+        ({"round": 5, "says": {"round": 6}}, True, True),
     ],
 )
 def test_which_replicas_are_of_an_earlier_lineage_and_of_at_least_the_same_age(
     mate: dict[str, Any], answers: bool, earlier: bool
 ) -> None:
-    """This one is at round 9, and its lineage is 3."""
+    """This one is at round 9, and its lineage is 3. A mate's answer is newer than its advert."""
 
     async def scenario(place: Place) -> None:
+        listed = dict(mate)
+        says = listed.pop("says", {})
         place.node.update(outer_round=9, fresh_round=3)
-        place.lists("s1r0", **mate)
+        place.lists("s1r0", **listed)
         place.silent = set() if answers else {"s1r0"}
         place.swarm.members.update([place.listed["s1r0"]], now=place.node.now())
+        place.lists("s1r0", **listed | says)
         place.joining.of_earlier_lineage()
         await asyncio.sleep(1.0)
         assert place.joining.of_earlier_lineage() == (("s1r0",) if earlier else ())
@@ -498,3 +503,39 @@ def test_which_replicas_are_of_an_earlier_lineage_and_of_at_least_the_same_age(
         assert place.joining.of_earlier_lineage() == ()
 
     at(scenario, state="training")
+
+
+def test_a_replica_that_keeps_its_weights_after_a_pause_asks_all_stages_anew_for_the_clock() -> None:
+    async def scenario(place: Place) -> None:
+        place.node.update(outer_round=5, step=50.0)
+        for round, mate in ((5, 5), (9, 6)):
+            place.lists("s0r0", round=round)
+            place.lists("s1r0", round=mate)
+            place.lists("s2r0", round=round)
+            place.read()
+            await place.swarm.inquiry.until_asked(place.swarm.members.all(), anew=False)
+            await asyncio.sleep(1.0)
+        assert not await place.joining.catch_up()
+        assert (place.tried, place.node.advert.step) == ([], 90.0)
+
+    at(scenario, state="training", reading_s=1.0)
+
+
+@pytest.mark.parametrize("state", ["starting", "training"])
+@pytest.mark.parametrize(("clock", "first"), [(12, "s1r1"), (10, "s1r1"), (8, "s1r0")])
+def test_a_mate_that_is_far_ahead_of_the_others_is_asked_first_only_if_the_clock_allows_it(
+    clock: int, first: PeerId, state: str
+) -> None:
+    """It claims round 11: a clock that is 12 steps short of it at most may be out of date."""
+
+    async def scenario(place: Place) -> None:
+        place.lists("s0r0", round=clock)
+        place.lists("s1r0", round=7, step=10.0 * clock)
+        place.lists("s1r1", round=11, step=10.0 * clock)
+        place.lists("s2r0", round=clock)
+        place.read()
+        place.gives = {"peer"}
+        await (place.joins() if state == "starting" else place.joining.catch_up())
+        assert place.tried[0][2] == first
+
+    at(scenario, state=state, reading_s=1.0)

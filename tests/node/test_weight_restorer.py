@@ -11,7 +11,7 @@ import pytest
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, Checkpoint, Holding, NodeDescription, ReplicaState, TensorSpec
 from noloco_p2p.core.resume import RestoreSource
-from noloco_p2p.core.snapshots import Snapshot
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import LocalError, PeerError, Unreachable
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.restore import HOLDINGS_SHOWN, WeightRestorer
@@ -41,11 +41,14 @@ class Place:
         for peer in peers:
             self.swarm.members.answered(peer.peer_id)
         self.silent = ""
+        self.state = ""
         self.answers_in_s, self.opens_in_s = 0.0, 0.0
         self.taken: list[object] = []
         self.gone_on_from: list[int] = []
         self.answer: ReplicaState | Snapshot | PeerError = Unreachable("gone")
         self.takes_s = 1.0
+        self.requests: list[Any] = []
+        self.asked = 0
         self.ended = 0
         self.disk: dict[Holding, Checkpoint | None] = {}
         self.opened: list[object] = []
@@ -70,15 +73,19 @@ class Place:
         return replace(advert, **changes)
 
     async def describe(self, peer: Advert) -> NodeDescription:
+        self.asked += 1
         await asyncio.sleep(self.answers_in_s)
         if peer.peer_id in self.silent:
             raise Unreachable("nobody is there")
-        return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "")
+        return NodeDescription(
+            peer.peer_id, peer.run_id, peer.stage, self.state or peer.state, peer.step, peer.outer_round, ""
+        )
 
     async def _took(self, what: object) -> None:
         self.taken.append(what)
 
-    async def _fetch(self, *_: object) -> Any:
+    async def _fetch(self, peer: Advert, request: object, *_: object) -> Any:
+        self.requests.append(request)
         try:
             await asyncio.sleep(self.takes_s)
         finally:
@@ -141,7 +148,7 @@ def test_the_state_of_a_peer_is_continued_at_the_clock_of_the_others(
         assert (place.came_to, place.taken, place.gone_on_from) == (came_to, [place.answer], [5])
         assert (place.node.inner_steps, place.node.advert.partner_from_round) == (40, partner_from)
         [resumed] = [fields for kind, fields in place.events if kind == "resumed"]
-        assert (resumed["source"], resumed["peer"]) == ("peer", "a")
+        assert resumed == {"source": "peer", "peer": "a", "round": came_to[0], "step": came_to[1]}
 
     at(scenario, rule)
 
@@ -196,6 +203,7 @@ def test_the_labels_of_a_copied_state_change_together_with_the_weights() -> None
             assert place.came_to == (0, 0.0, 0)
             await asyncio.sleep(0.1)
         assert place.came_to == (5, 50.0, 0)
+        assert place.opened == [None], "before the transfer, because the others train on meanwhile"
         assert await restoring
 
     at(scenario)
@@ -241,6 +249,8 @@ def test_the_weights_of_a_guardian_are_continued_at_the_clock_of_the_others(own:
         peer = None if own else place.peer("c", 1, holds=(holding,))
         assert await place.weights.restore(RestoreSource("guardian", "", peer, holding))
         assert (place.came_to, place.taken, place.ended) == ((4, 50.0, 1), [found], not own)
+        assert place.requests == ([] if own else [SnapshotRequest(0, weights="bfloat16")])
+        assert place.node.advert.partner_from_round == 0, "the others of its stage have the same"
 
     at(scenario)
 
@@ -289,9 +299,57 @@ def test_initial_weights_begin_at_the_clock_of_the_others(rule: str, pairing: st
     async def scenario(place: Place) -> None:
         assert await place.weights.restore(RestoreSource("fresh", ""))
         assert place.came_to == (5 if rule == "noloco" else 50, 50.0, lineage)
+        assert place.events[-2][1] == {"message": "nobody has the weights of stage 0: starting from initial weights"}
         assert place.weights.credible_round() == (6 if rule == "noloco" else 62)
 
     at(scenario, rule, pairing)
+
+
+def test_initial_weights_begin_at_the_beginning_if_nobody_answers() -> None:
+    async def scenario(place: Place) -> None:
+        place.swarm.inquiry.forget()
+        assert await place.weights.restore(RestoreSource("fresh", ""))
+        assert place.came_to == (0, 0.0, 0)
+
+    at(scenario)
+
+
+def test_the_weights_of_a_guardian_are_not_trained_on_after_the_end() -> None:
+    async def scenario(place: Place) -> None:
+        place.answer, place.swarm.run_ended = Snapshot("a", 4, 42, ()), True
+        done = [replace(peer, state="finished", announced_at=1.0) for peer in place.swarm.members.all()]
+        place.swarm.members.update(done, now=1.0)
+        place.state = "finished"
+        await asyncio.sleep(1.0)
+        await place.know()
+        assert await place.weights.restore(RestoreSource("guardian", "", place.peer("c", 1)))
+        assert place.came_to == (4, STEPS, 0)
+
+    at(scenario)
+
+
+def test_only_those_whose_answers_are_out_of_date_are_asked_for_the_clock() -> None:
+    async def scenario(place: Place) -> None:
+        await asyncio.sleep(1.0)
+        before = place.asked
+        place.node.update(step=10.0)
+        await place.weights.keep_up()
+        assert await place.weights.know_the_clock()
+        assert (place.node.advert.step, place.asked) == (50.0, before)
+
+    at(scenario)
+
+
+def test_those_that_were_all_silent_are_asked_again_after_the_lifetime_of_an_advert() -> None:
+    async def scenario(place: Place) -> None:
+        place.swarm.inquiry.forget()
+        place.silent = "abc"
+        assert not await place.weights.know_the_clock()
+        place.silent = ""
+        await asyncio.sleep(1.01 * place.node.config.directory.ttl_s)
+        assert await place.weights.know_the_clock()
+
+    at(scenario)
 
 
 def test_its_own_checkpoint_is_continued_with_its_random_numbers_and_its_data() -> None:
