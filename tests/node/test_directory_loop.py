@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import NO_STAGE, Advert
+from noloco_p2p.core.messages import NO_STAGE, Advert, Holding
 from noloco_p2p.core.schedule import READING_S
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.node.directory_loop import FIRST_S, RENEWALS_PER_TTL, MembershipLoop
@@ -158,7 +158,9 @@ def test_a_node_from_which_nothing_is_heard_reads_often_once_it_is_quiet_for_lon
 def test_news_are_announced_at_once() -> None:
     async def scenario(place: Place) -> None:
         await place.trains_for(1.0)
-        for field, value in (("moving_to", 2), ("partner_from_round", 3), ("state", "finished"), ("stage", 2)):
+        held = (Holding(1, 2, 20),)
+        news = {"moving_to": 2, "partner_from_round": 3, "settled": True, "holds": held, "evaluated": True}
+        for field, value in (news | {"state": "finished", "stage": 2}).items():
             place.announced.clear()
             place.node.publish(**{field: value})
             await asyncio.sleep(0.01)

@@ -140,6 +140,7 @@ MATE, WARD = Holding(1, 4, 40), Holding(1, 5, 50)
         (5, {}, (WARD,), None, TRANSFER_DEADLINE_S),
         (5, {"round": 5}, (), 100.0, 90.0 + TRANSFER_DEADLINE_S),
         (0, {"round": 0}, (), 100.0, 90.0 + TRANSFER_DEADLINE_S),
+        (5, {"round": 5}, (WARD,), 100.0, 90.0 + TRANSFER_DEADLINE_S),
         (5, {"state": "waiting", "holds": (MATE,)}, (), None, TRANSFER_DEADLINE_S),
         (0, {"silent": True, "state": "waiting", "holds": (MATE,)}, (), None, LOST_S),
     ],
@@ -163,6 +164,11 @@ def test_how_long_a_newcomer_waits_before_it_begins_afresh(
         assert await place.joins()
         at_s, kind, _ = place.tried[-1]
         assert kind == "fresh"
+        assert "wait" not in [kind for _, kind, _ in place.tried]
+        assert after_s == 0 or [said for said in place.said if said.startswith("waiting")] in (
+            ["waiting for a node with weights of stage 1"],
+            ["waiting: another node has round 4 of stage 1"],
+        )
         assert after_s <= at_s <= after_s + 25.0, "that, and up to two readings"
         assert place.node.advert.state == "training"
         assert place.withheld > 0
@@ -179,6 +185,7 @@ def test_how_long_a_newcomer_waits_before_it_begins_afresh(
         ((), {"s1r0": 5}, (WARD,), {"guardian"}, TRANSFER_DEADLINE_S, "guardian s2r0"),
         ((), {"-s1r0": 5}, (WARD,), {"guardian"}, 0.0, "guardian s2r0"),
         ((), {"-s1r0": 5}, (), {"peer", "fresh"}, 50.0, "peer s1r0"),
+        ((), {"~s1r0": 5}, (WARD,), {"peer", "guardian"}, 0.0, "peer s1r0"),
         ((MATE,), {"s1r0": 5}, (), {"peer", "shard"}, 0.0, "shard "),
         ((Holding(1, 3, 30),), {"s1r0": 5}, (), {"peer", "shard"}, 0.0, "peer s1r0"),
         ((Holding(1, 3, 30),), {}, (WARD,), {"guardian", "shard"}, 0.0, "guardian s2r0"),
@@ -189,17 +196,18 @@ def test_how_long_a_newcomer_waits_before_it_begins_afresh(
 def test_where_a_newcomer_takes_its_weights(
     own: tuple[Holding, ...], mates: dict[PeerId, int], guards: Any, gives: set[str], from_s: float, takes: str
 ) -> None:
-    """One whose name begins with - answers only after 50 s."""
+    """One whose name begins with - answers only after 50 s, and one with ~ only when it is asked once more."""
 
     async def scenario(place: Place) -> None:
         place.gives = gives
         place.lists("s0r0", round=5)
         place.lists("s2r0", round=5, holds=guards)
         for mate, round in mates.items():
-            place.lists(mate.strip("-"), round=round)
-        place.silent = {mate[1:] for mate in mates if mate[0] == "-"}
-        asyncio.get_running_loop().call_later(50.0, place.silent.clear)
+            place.lists(mate.strip("-~"), round=round)
+        place.silent = {mate[1:] for mate in mates if mate[0] in "-~"}
         place.read()
+        await asyncio.sleep(1.5)
+        asyncio.get_running_loop().call_later(0.15 if "~s1r0" in mates else 50.0, place.silent.clear)
         assert await place.joins()
         at_s, kind, peer = place.tried[-1]
         assert f"{kind} {peer}" == takes
@@ -222,6 +230,34 @@ def test_a_newcomer_that_nobody_answers_does_not_begin_afresh_until_somebody_doe
         assert place.said.count("waiting for an answer from a node in training") == 1
 
     at(scenario)
+
+
+def test_a_round_that_only_an_answer_has_shown_counts_too() -> None:
+    """Its node may be gone before it is listed with it."""
+
+    async def scenario(place: Place) -> None:
+        place.lists("s0r0")
+        place.lists("s2r0")
+        place.read()
+        place.lists("s0r0", round=5)
+        asyncio.get_running_loop().call_later(5.0, lambda: place.listed.pop("s0r0"))
+        assert await place.joins()
+        assert RETURN_S <= place.tried[0][0] <= RETURN_S + 25.0
+
+    at(scenario)
+
+
+def test_a_node_that_nobody_answers_goes_on_with_its_own_checkpoint_after_a_while() -> None:
+    async def scenario(place: Place) -> None:
+        for peer in ("s0r0", "s1r0", "s2r0"):
+            place.lists(peer, round=5)
+        place.silent, place.gives = set(place.listed), {"shard"}
+        place.read()
+        assert await place.joins()
+        assert [kind for _, kind, _ in place.tried] == ["shard"]
+        assert LOST_S <= place.tried[0][0] <= LOST_S + 25.0
+
+    at(scenario, own=[MATE])
 
 
 @pytest.mark.parametrize(
@@ -433,16 +469,18 @@ def test_a_node_that_could_not_begin_with_the_others_copies_one_that_is_more_tha
         place.read()
         place.gives = {"peer"}
         joining = asyncio.create_task(place.joins())
-        await asyncio.sleep(20.0)
+        await asyncio.sleep(THIRD_S / 2)
         assert "waiting for 1 more of stage 1, 1 more of stage 2" in place.said
         for peer in ("s0r0", "s1r0", "s2r0"):
             place.lists(peer, round=round)
         await place.next_reading()
         place.node.waits.pulse()
         assert await joining
+        assert place.node.now() - 1000.0 < THIRD_S, "somebody trains"
         assert [kind for _, kind, _ in place.tried] == (["peer"] if round > 1 else [])
+        assert (place.withheld > 0) == (round > 1)
 
-    at(scenario, start_replicas=2)
+    at(scenario, reading_s=1.0, start_replicas=2)
 
 
 @pytest.mark.parametrize("guarded", [None, GUARDED])
