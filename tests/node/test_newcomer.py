@@ -27,9 +27,9 @@ THIRD_S, LOST_S, RETURN_S, NEVER_S = TTL_S / 3, 3 * TTL_S, RETURN_LIFETIMES * TT
 class Place:
     """A node of stage 1 of 3, or of none yet, which reads the membership every `reading_s`."""
 
-    def __init__(self, stage: int, state: str, own: Iterable[Holding], reading_s: float, start_replicas: int) -> None:
+    def __init__(self, stage: int, state: str, own: Iterable[Holding], reading_s: float, **run: Any) -> None:
         outer = OuterSettings(rule="noloco", inner_steps=M)
-        manifest = RunManifest(stages=3, steps=STEPS, start_replicas=start_replicas, outer=outer)
+        manifest = RunManifest(steps=STEPS, outer=outer, **run)
         me = Advert("me", manifest.run_id, stage, (), state=state)
         self.said: list[str] = []
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.said.append(fields.get("message", "")))
@@ -110,10 +110,11 @@ def at(
     state: str = "starting",
     own: Iterable[Holding] = (),
     reading_s: float = 10.0,
+    stages: int = 3,
     start_replicas: int = 1,
 ) -> None:
     async def main() -> None:
-        place = Place(stage, state, own, reading_s, start_replicas)
+        place = Place(stage, state, own, reading_s, stages=stages, start_replicas=start_replicas)
         asking = asyncio.create_task(place.swarm.inquiry.run(cast(Any, place), place.swarm.look_for_the_end))
         await asyncio.sleep(1000.0)
         await place.weights.find_own()
@@ -221,6 +222,8 @@ def test_a_newcomer_that_nobody_answers_does_not_begin_afresh_until_somebody_doe
     async def scenario(place: Place) -> None:
         place.lists("s0r0", round=round)
         place.lists("s2r0", round=round)
+        place.lists("s1r0", "waiting")
+        place.lists("s0r1", "draining")
         place.silent = {"s0r0", "s2r0"}
         asyncio.get_running_loop().call_later(1500.0, lambda: place.silent.discard("s2r0"))
         place.read()
@@ -230,6 +233,53 @@ def test_a_newcomer_that_nobody_answers_does_not_begin_afresh_until_somebody_doe
         assert place.said.count("waiting for an answer from a node in training") == 1
 
     at(scenario)
+
+
+@pytest.mark.parametrize("silent", [0, 10])
+@pytest.mark.parametrize("gives", ["s1r0", "s1r19"])
+def test_nobody_is_asked_for_its_state_twice_before_all_that_answer_have_been_asked_once(
+    gives: PeerId, silent: int
+) -> None:
+    """A newcomer asks eight at a time who they are, first those that have answered, which may give nothing for ever."""
+
+    async def scenario(place: Place) -> None:
+        mates = [f"s1r{number}" for number in range(20)]
+        place.silent = set(mates[5 : 5 + silent])
+        for peer in ("s0r0", "s2r0", *mates):
+            place.lists(peer, round=5)
+        place.read()
+        place.gives = {gives}
+        assert await place.joins()
+        tried = [peer for _, _, peer in place.tried]
+        assert tried[-1] == gives
+        assert len(tried) == len(set(tried))
+        assert not place.silent.intersection(tried)
+
+    at(scenario)
+
+
+def test_a_replica_that_gave_nothing_is_asked_again() -> None:
+    async def scenario(place: Place) -> None:
+        for peer in ("s0r0", "s1r0", "s2r0"):
+            place.lists(peer, round=5)
+        place.read()
+        asyncio.get_running_loop().call_later(50.0, place.gives.add, "peer")
+        assert await place.joins()
+        assert {kind for _, kind, _ in place.tried} == {"peer"}
+        assert 50.0 <= place.tried[-1][0] <= 75.0
+
+    at(scenario)
+
+
+def test_a_run_of_one_stage_needs_nobody_else() -> None:
+    async def scenario(place: Place) -> None:
+        place.lists("s0r0")
+        place.silent = {"s0r0"}
+        place.read()
+        assert await place.joins()
+        assert LOST_S <= place.tried[0][0] <= LOST_S + 25.0
+
+    at(scenario, stage=0, stages=1)
 
 
 def test_a_round_that_only_an_answer_has_shown_counts_too() -> None:
@@ -543,7 +593,10 @@ def test_which_replicas_are_of_an_earlier_lineage_and_of_at_least_the_same_age(
     at(scenario, state="training")
 
 
-def test_a_replica_that_keeps_its_weights_after_a_pause_asks_all_stages_anew_for_the_clock() -> None:
+@pytest.mark.parametrize(("silent", "clock"), [((), 90.0), (("s0r0", "s2r0"), 60.0)])
+def test_a_replica_that_keeps_its_weights_after_a_pause_follows_the_clock_of_all_that_answer_now(
+    silent: tuple[PeerId, ...], clock: float
+) -> None:
     async def scenario(place: Place) -> None:
         place.node.update(outer_round=5, step=50.0)
         for round, mate in ((5, 5), (9, 6)):
@@ -553,8 +606,9 @@ def test_a_replica_that_keeps_its_weights_after_a_pause_asks_all_stages_anew_for
             place.read()
             await place.swarm.inquiry.until_asked(place.swarm.members.all(), anew=False)
             await asyncio.sleep(1.0)
+        place.silent = set(silent)
         assert not await place.joining.catch_up()
-        assert (place.tried, place.node.advert.step) == ([], 90.0)
+        assert (place.tried, place.node.advert.step) == ([], clock)
 
     at(scenario, state="training", reading_s=1.0)
 
