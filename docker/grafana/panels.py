@@ -296,8 +296,8 @@ def _panel(
 
 
 def _unit(unit: str, decimals: int | None) -> Json:
-    if decimals is None:
-        decimals = {"sci": 2}.get(unit)
+    if decimals is None and unit == "sci":
+        decimals = 2
     return {"unit": unit} if decimals is None else {"unit": unit, "decimals": decimals}
 
 

@@ -173,15 +173,15 @@ class Joining:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _missing(self, states: frozenset[str], waited_s: float = inf) -> dict[int, int]:
-        """How many replicas in one of `states` each stage lacks before the run may start, or continue.
+        """How many replicas in one of `states` each stage lacks, after a wait of `waited_s`, for the run to go ahead.
 
-        While nobody trains, one replica per stage is enough only after `waited_s` seconds in which others would have
-        come: nodes that are restarted together announce themselves one by one, and the first may have old weights.
+        One per stage is enough to continue, but while nobody trains only after a third of an advert's lifetime: nodes
+        that are restarted together announce themselves one by one, and the first may have old weights.
         """
         run, others = self._node.manifest, self._swarm.members.all()
-        restarted = waited_s < self._node.config.directory.ttl_s / RENEWALS_PER_TTL
-        alone = restarted and not any(a.state in membership.TRAINED for a in others)
-        least = 1 if resume.run_has_begun(self._swarm.everybody()) and not alone else run.start_replicas
+        early = waited_s < self._node.config.directory.ttl_s / RENEWALS_PER_TTL
+        await_more = early and not any(a.state in membership.TRAINED for a in others)
+        least = 1 if resume.run_has_begun(self._swarm.everybody()) and not await_more else run.start_replicas
         return resume.lacking(self._node.advert, others, run.stages, least, states)
 
     def _report_missing(self, missing: dict[int, int]) -> None:

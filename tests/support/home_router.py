@@ -4,8 +4,8 @@ It answers searches on its LAN, and forwards the TCP ports of its WAN address th
 Each request and each connection becomes a line of JSON on standard output. `how`: `permanent` (accepts only mappings
 without an expiry), `taken` (another host has the first port that is requested), `held` (the same, but the last to ask
 gets it), `refuses`, `closed` (maps but forwards nothing), `offline` (has no outside address), `carrier` (has an address
-in its provider's own network), `drips` and `floods` (never ends its first answer,
-which comes slowly, or as fast as it can), `silent`.
+in its provider's own network), `drips` and `floods` (never end their first answer, which comes slowly, or as fast as
+it can), `silent`.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Maps ports 5001 and 5009 at the home router, renews and removes the mappings; prints addresses, or why not, and at
-last on standard error by how many MiB the process has grown at most.
+"""Maps ports 5001 and 5009 at the home router, renews and removes the mappings; prints addresses, or why not, and
+finally on standard error by how many MiB the process has grown at most.
 
 `port_mapping_once.py [seconds]`: how long the router has to map a port, and to remove the mappings.
 """

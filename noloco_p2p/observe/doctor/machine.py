@@ -220,7 +220,7 @@ def _check_certificate(report: DoctorReport, node_dir: Path) -> None:
             return
         own = trust.membership(chain)
         Revocations(trust, node_dir / run_key.REVOKED).refuse((own.peer_id, own.issuer))
-        # The node of the run's owner, or that of a swarm, gets another one when it is started.
+        # The node of the run's owner, or of a swarm, gets another certificate when it is started.
         admits = (node_dir / run_key.ISSUER).exists() or (node_dir.absolute().parent / run_key.KEY).exists()
         if dht_time() >= own.until and not admits:
             raise LocalError(f"this node's certificate has expired: {advice}")

@@ -67,6 +67,12 @@ MORE_CASES: list[Case] = [
 ]
 
 
+def map_once(net: gateways.Internet, *time_s: str) -> subprocess.CompletedProcess[str]:
+    """Run `port_mapping_once.py` behind the home router."""
+    words = ["ip", "netns", "exec", net.namespace("at-home"), sys.executable, ONCE, *time_s]
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60.0)
+
+
 @in_namespaces
 @pytest.mark.parametrize(("how", "printed", "added", "deleted"), [*CASES, *soak(MORE_CASES)])
 def test_a_port_is_mapped_renewed_and_released(
@@ -74,8 +80,7 @@ def test_a_port_is_mapped_renewed_and_released(
 ) -> None:
     with internet() as net:
         noted = net.router("home", 12, how, known_to=[])
-        words = ["ip", "netns", "exec", net.namespace("at-home"), sys.executable, ONCE]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        done = map_once(net)
         net.routers[0].terminate()
         seen = [json.loads(line) for line in noted]
     assert done.stdout.splitlines() == printed
@@ -90,8 +95,7 @@ def test_a_device_that_never_ends_its_answer_keeps_no_node_from_starting_or_endi
     """Every half second it sends one byte of a long answer, for which miniupnpc waits for days."""
     with internet() as net:
         net.router("home", 12, "drips", known_to=[])
-        words = ["ip", "netns", "exec", net.namespace("at-home"), sys.executable, ONCE, "1.5"]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60.0)
+        done = map_once(net, "1.5")
     assert done.stdout.splitlines() == ["the router did not finish its answer within 1.5 s", NOWHERE]
 
 
@@ -100,8 +104,7 @@ def test_a_device_whose_answer_is_endless_does_not_fill_the_memory_of_a_node() -
     """It filled 3.9 GB."""
     with internet() as net:
         net.router("home", 12, "floods", known_to=[])
-        words = ["ip", "netns", "exec", net.namespace("at-home"), sys.executable, ONCE, "3"]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60.0)
+        done = map_once(net, "3")
     assert done.stdout.splitlines()[1:] == [NOWHERE]
     assert int(done.stderr.splitlines()[-1]) < 64
 
