@@ -230,7 +230,7 @@ class Joining:
                     self._report(f"waiting for a node with weights of stage {node.index}")
                 elif source.kind != "peer" and await self._answers_after_all(others):  # Others may just have begun.
                     break
-                elif fresh and over():
+                elif fresh and (over() or self._weights.at_the_end()):
                     return None
                 elif await self._weights.restore(source):
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"

@@ -103,6 +103,10 @@ class WeightRestorer:
         its stage claim: these may have stood still, or lie."""
         return (int(self._clock_of_others()) + BOLD_STEPS) // self._node.manifest.outer.inner_steps
 
+    def at_the_end(self) -> bool:
+        """Whether the clock of the others has reached the last step: weights taken now would not be trained on."""
+        return self._clock_of_others() >= self._node.manifest.steps
+
     async def keep_up(self) -> None:
         """Take over the others' clock, as after a copy, if this one is more than a step behind: under `balanced`, the
         other replicas of stage 0 would wait for each of these steps."""

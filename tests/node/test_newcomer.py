@@ -340,6 +340,24 @@ def test_a_newcomer_at_the_end_of_a_run_takes_what_there_is_or_ends(
     at(scenario)
 
 
+@pytest.mark.parametrize(("steps", "ended"), [((STEPS, STEPS, STEPS), True), ((STEPS, 900, 900), False)])
+def test_nodes_that_have_lost_the_first_stage_of_a_finished_run_end(steps: tuple[int, ...], ended: bool) -> None:
+    """All nodes came back after the end, those of stage 0 without their weights. They took initial weights at the last
+    step, and evaluated them. One node that claims the last step does not end a run that goes on."""
+
+    async def scenario(place: Place) -> None:
+        for number, step in enumerate(steps):
+            place.lists(f"s{1 + number % 2}r{number}", round=step // M)
+        place.read()
+        assert await place.joins() != ended
+        assert RETURN_S <= place.node.now() - 1000.0 <= RETURN_S + 25.0
+        assert [kind for _, kind, _ in place.tried] == ([] if ended else ["fresh"])
+        why = "nobody has weights of stage 0 any more, and the run has ended: the run is complete"
+        assert (why in place.said) == ended
+
+    at(scenario, stage=0)
+
+
 @pytest.mark.parametrize("state", ["starting", "syncing"])
 @pytest.mark.parametrize(
     ("mine", "theirs", "after_s"),
