@@ -7,6 +7,7 @@ import glob
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from io import BufferedReader
 from itertools import chain, repeat
 from pathlib import Path
@@ -68,7 +69,9 @@ class StreamCorpus:
         return chain.from_iterable(map(self._read, shards, repeat(lambda: True), self._names))
 
     def _read(self, rows: Any, take: TakeDocument, name: str = "the data") -> Iterator[TokenizedDocument]:
-        with corpora.failing_as_local_error(name):
+        from pandas.errors import EmptyDataError  # of an empty CSV file
+
+        with corpora.failing_as_local_error(name), suppress(EmptyDataError):
             for row in rows:
                 yield self._encode(row) if take() else EMPTY
 

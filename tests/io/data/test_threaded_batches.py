@@ -833,6 +833,21 @@ def test_an_empty_parquet_file_among_others_is_skipped(tmp_path: Path) -> None:
     assert [values(batch) for batch in make_batches(manifest("text"), config, "peer").validation()] == expected
 
 
+@pytest.mark.parametrize("content", ["", "\n"])
+def test_an_empty_csv_file_among_others_is_skipped(content: str, tmp_path: Path) -> None:
+    """It ended a node that came to it, maybe hours into the run: No columns to parse from file."""
+    rows = "text\n" + "".join(f"row {n}\n" for n in range(400))
+    (tmp_path / "a.csv").write_text(rows)
+    (tmp_path / "b.csv").write_text(content)
+    tokens: list[npt.NDArray[np.int32]] = []
+    for pattern in ("a.csv", "*.csv"):
+        corpus = hub_corpora.text_corpus(manifest("text").data, (str(tmp_path / pattern),), tokenizers.BYTES)
+        every = [one.ids for unit in range(corpus.units) for one in corpus.documents(unit, 0, lambda: True)]
+        tokens.append(np.concatenate([*every, *(one.ids for one in corpus.held_out())]))
+    assert np.array_equal(tokens[0], tokens[1])
+    assert not list(hub_corpora.documents_of(tmp_path / "b.csv", tokenizers.BYTES))
+
+
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("words\na b c\n")
     with pytest.raises(LocalError, match="there is no column 'text'"):
