@@ -24,6 +24,7 @@ from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.port_mapping import home_router
 from noloco_p2p.io.dht.reach import is_open_to_others
+from noloco_p2p.io.security import revocations
 from noloco_p2p.io.telemetry.http_server import Health, Page
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.launch import join_file, run_files, run_key, settings
@@ -233,4 +234,7 @@ async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterato
         standing = await run_key.of_observer(identity, manifest, libp2p, calls=calls)
         directory = await standing.open_directory(libp2p, manifest, home)
         closing.push_async_callback(directory.close)
+        if (records := standing.records) is not None:
+            keeping = revocations.keep(libp2p, records.revoked, lambda: records.ahead, tuple)
+            closing.callback(asyncio.create_task(keeping).cancel)
         yield Observer(manifest, directory, standing.links)

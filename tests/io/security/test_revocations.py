@@ -14,7 +14,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from daemons import daemon
+from daemons import daemon, until
 from daemons import run as run_daemons
 from machine import at_most
 from members import HOUR_S, RUN, Club, public
@@ -22,12 +22,14 @@ from node_stub import NodeStub
 from test_intrusions import transport
 from transport_fixture import SOON_S, Node, activation, all_have_ended, hang, logged, run, soon, tensor
 
+from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.core.messages import Advert, MicrobatchId, Origin, PeerId
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
+from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.security import certificates, revocations
@@ -40,6 +42,7 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.connection_limit import ConnectionLimit
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import Links
+from noloco_p2p.launch import bootstrap, run_key
 
 ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
 
@@ -309,6 +312,7 @@ class Member:
     records: MemberRecords
     directory: HivemindDirectory
     home: Path
+    run_id: str
 
     @property
     def me(self) -> PeerId:
@@ -320,7 +324,9 @@ class Member:
 
     async def look(self) -> dict[PeerId, Advert]:
         """Announce this node, and read the adverts of all."""
-        await self.directory.announce(Advert(self.me, RUN, 0, ("127.0.0.1:5000",), state="training", step=3.5), 30.0)
+        await self.directory.announce(
+            Advert(self.me, self.run_id, 0, ("127.0.0.1:5000",), state="training", step=3.5), 30.0
+        )
         return {one.peer_id: one for one in await self.directory.peers()}
 
 
@@ -332,10 +338,10 @@ async def member(club: Club, home: Path, *join: str) -> AsyncIterator[Member]:
         records = MemberRecords(club.trust, Revocations(club.trust, home / "revoked"), lambda: chain)
         await revocations.serve(libp2p, records.revoked)
         directory = await HivemindDirectory.open(
-            libp2p, run_id=RUN, stages=1, known_path=home / "known", members=records
+            libp2p, run_id=club.run_id, stages=1, known_path=home / "known", members=records
         )
         try:
-            yield Member(libp2p, records, directory, home)
+            yield Member(libp2p, records, directory, home, club.run_id)
         finally:
             await directory.close()
 
@@ -392,6 +398,32 @@ def test_a_damaged_list_is_reported_once(
     asyncio.run(test())
     why = "the list of revoked peers was not signed by this run's root"
     assert [record.getMessage() for record in caplog.records] == [f"revocations: {why}"]
+
+
+def test_an_observer_learns_of_a_list_that_is_made_after_it_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`noloco top` showed a revoked peer that went on announcing itself as one that trains, until it was restarted."""
+    monkeypatch.setattr(revocations, "LOOK_S", 0.05)
+
+    async def test() -> None:
+        root = Ed25519PrivateKey.generate()
+        manifest = RunManifest(stages=1, security=SecuritySettings(root_key=run_key.public_half(root)))
+        club = Club(tmp_path, manifest.run_id, root)
+        async with member(club, tmp_path / "a") as a, member(club, tmp_path / "b", *a.libp2p.join_addresses) as b:
+            await serve_manifest(a.libp2p, manifest.canonical_json())
+            async with bootstrap.observing(a.libp2p.join_addresses) as observer:
+
+                async def seen(state: str) -> bool:
+                    await a.look()
+                    await b.look()
+                    return {one.peer_id: one.state for one in await observer.directory.peers()}.get(b.me) == state
+
+                await until(lambda: seen("training"))
+                a.records.revoked.adopt(club.revoking(int(club.now), b.me))
+                await until(lambda: seen("left"))
+
+    run_daemons(test)
 
 
 def test_a_node_that_claims_a_newer_list_and_hangs_delays_nobody(tmp_path: Path) -> None:
