@@ -48,7 +48,10 @@ class Audit:
             self._save(name, parameters, {"peer_id": self._peer_id})
 
     def inner_step(self, label: StepLabel, added: Sequence[AccumulatedMicrobatch], *, first: bool) -> None:
-        """Append a line to `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 write the batches used."""
+        """Append a line to `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 write the batches used.
+
+        A process that was killed, or found the disk full, may have left its last line unfinished.
+        """
         entries = []
         for one in added:
             previous, following = label.routes.get(one.microbatch, (None, None))
@@ -59,8 +62,11 @@ class Audit:
         line |= {"microbatches": entries, "at": time.time()}
         path = self._directory / f"steps-{self._peer_id}.jsonl"
         try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with path.open("a+b") as file:
+                file.seek(max(0, file.tell() - 1))
+                if file.read(1) not in (b"", b"\n"):
+                    file.write(b"\n")
+                file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             raise _cannot_write(path, error) from error
         if first:
@@ -101,10 +107,8 @@ class Audit:
         tensors: dict[str, Tensor] = {}
         for one in added:
             batch = label.batches.get(one.microbatch)
-            if batch is None:
-                continue
             for kind in ("inputs", "targets", "mask"):
-                tensor: HostTensor | None = getattr(batch, kind)
+                tensor: HostTensor | None = getattr(batch, kind, None)
                 if tensor is not None:
                     tensors[f"{kind}/{microbatch_key(one.microbatch)}"] = host_tensor.to_torch(tensor).clone()
         self._save(f"batches-{self._peer_id}-{label.inner_step:06d}.safetensors", tensors, {"peer_id": self._peer_id})

@@ -144,6 +144,21 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         make_torch_stage(make_manifest(), 0, "me", audit=AuditSettings(dir=str(blocked)), self_test=False)
 
 
+def test_an_unfinished_line_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    """A full disk cuts a line short. Once there was space again, the first line of the restarted node continued it, so
+    that neither could be read."""
+    stages, file = make_stages(make_manifest(), audit=AuditSettings(dir=str(tmp_path))), tmp_path / "steps-me.jsonl"
+    stages[0].inner_step(StepLabel(1, 0, 0.25, {}))
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:-20])
+    for step in (2, 3):
+        stages[0].inner_step(StepLabel(step, step - 1, 0.25, {}))
+    first, cut, *others = file.read_text().split("\n")
+    assert [first, cut] == [whole.decode().rstrip(), whole[:-20].decode()]
+    assert [json.loads(line)["inner_step"] for line in others[:-1]] == [2, 3]
+    assert others[-1] == ""
+
+
 def test_a_directory_that_vanishes_is_one_line(tmp_path: Path) -> None:
     stages = make_stages(make_manifest(), audit=AuditSettings(dir=str(tmp_path / "audit")))
     for path in (tmp_path / "audit").iterdir():
