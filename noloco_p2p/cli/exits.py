@@ -61,6 +61,9 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
         finish_output()
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:  # the last resort: a bug ends in one line, or a traceback with --debug
+        # Python 3.11 wraps what a signal raises while a class names its fields, as during an import.
+        if isinstance(wrapped := error.__cause__, KeyboardInterrupt | SystemExit):
+            sys.exit(getattr(wrapped, "code", INTERRUPTED))
         if debug:
             raise
         if isinstance(error, OSError) and error.errno in FULL:

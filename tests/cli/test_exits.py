@@ -23,6 +23,12 @@ def _os_error(number: int, *filename: str) -> OSError:
     return OSError(number, os.strerror(number), *filename)
 
 
+def _caused_by(interrupt: BaseException) -> RuntimeError:
+    error = RuntimeError("Error calling __set_name__ on 'Field' instance 'reply' in 'Activation'")
+    error.__cause__ = interrupt
+    return error
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
@@ -64,6 +70,9 @@ def _os_error(number: int, *filename: str) -> OSError:
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(7), 7, ""),
         (BrokenPipeError(), 141, ""),
+        # As Python 3.11 raises it if a signal arrives while a class is made: during imports, Ctrl-C was called a bug.
+        (_caused_by(KeyboardInterrupt()), 130, ""),
+        (_caused_by(SystemExit(0)), 0, ""),
     ],
     ids=repr,
 )
