@@ -107,8 +107,10 @@ class Audit:
         tensors: dict[str, Tensor] = {}
         for one in added:
             batch = label.batches.get(one.microbatch)
+            if batch is None:
+                continue
             for kind in ("inputs", "targets", "mask"):
-                tensor: HostTensor | None = getattr(batch, kind, None)
+                tensor: HostTensor | None = getattr(batch, kind)
                 if tensor is not None:
                     tensors[f"{kind}/{microbatch_key(one.microbatch)}"] = host_tensor.to_torch(tensor).clone()
         self._save(f"batches-{self._peer_id}-{label.inner_step:06d}.safetensors", tensors, {"peer_id": self._peer_id})
