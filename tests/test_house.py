@@ -20,7 +20,7 @@ CODE_LINES = 32_315
 what a feature or a mended bug took, and by no more."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
 """The parts that train, without those that measure, watch and launch."""
-KERNEL_LINES = 15_203
+KERNEL_LINES = 15_193
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}

@@ -20,6 +20,7 @@ from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.snapshots import PartnerVector
 from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.errors import LocalError
+from noloco_p2p.line_files import append_line
 
 
 def microbatch_key(microbatch: MicrobatchId) -> str:
@@ -48,10 +49,7 @@ class Audit:
             self._save(name, parameters, {"peer_id": self._peer_id})
 
     def inner_step(self, label: StepLabel, added: Sequence[AccumulatedMicrobatch], *, first: bool) -> None:
-        """Append a line to `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 write the batches used.
-
-        A process that was killed, or found the disk full, may have left its last line unfinished.
-        """
+        """Append a line to `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 write the batches used."""
         entries = []
         for one in added:
             previous, following = label.routes.get(one.microbatch, (None, None))
@@ -62,11 +60,7 @@ class Audit:
         line |= {"microbatches": entries, "at": time.time()}
         path = self._directory / f"steps-{self._peer_id}.jsonl"
         try:
-            with path.open("a+b") as file:
-                file.seek(max(0, file.tell() - 1))
-                if file.read(1) not in (b"", b"\n"):
-                    file.write(b"\n")
-                file.write(json.dumps(line).encode() + b"\n")
+            append_line(path, json.dumps(line))
         except OSError as error:
             raise _cannot_write(path, error) from error
         if first:

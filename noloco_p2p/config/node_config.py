@@ -101,7 +101,7 @@ class NodeConfig(Settings):
     device: Annotated[str, matching("auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:N")] = "auto"
     """`cpu`, `cuda`, `cuda:1`, …; `auto`: CUDA if available."""
     threads: Positive | None = None
-    """CPU threads for compute; none: OMP_NUM_THREADS, otherwise torch's choice, at most one per core it may use."""
+    """CPU threads for compute; none: OMP_NUM_THREADS, otherwise torch's choice, at most one per usable core."""
     compute: NodeComputeSettings = NodeComputeSettings()
     """Compute versus memory."""
     stage: Annotated[int, Field(ge=0)] | None = None

@@ -16,7 +16,6 @@ disk costs lines, and nothing else.
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from noloco_p2p.io.telemetry.counters import TALLIES, RunCounters
 from noloco_p2p.io.telemetry.log import BackgroundHandler, RepeatLimiter
+from noloco_p2p.line_files import append_line
 
 Clock = Callable[[], float]
 """Returns seconds."""
@@ -241,20 +241,9 @@ class EventFiles:
                 for path, older in reversed([*pairwise(self._paths)]):
                     if path.exists():
                         path.replace(older)
-            _append(newest, line.encode("ascii") + b"\n")
+            append_line(newest, line)
         except OSError:
             self._retry_at = self._now() + RETRY_S
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a line to a file. Raises OSError; the file may then end in the middle of the line."""
-    # Open for reading, too: to look at the last byte, and because opening a pipe for writing only waits for a reader.
-    with open(path, "a+b", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            line = b"\n" + line  # the process was killed, or the disk was full, in the middle of the last line
-        if file.write(line) < len(line):
-            raise OSError("the disk is full")
 
 
 def _newest_first(directory: Path) -> list[Path]:
