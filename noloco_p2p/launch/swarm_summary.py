@@ -1,6 +1,6 @@
 """A swarm's summary for its owner: the content of `summary.json`, and the same as lines of text."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import exp
 from statistics import fmean
 from typing import Any
@@ -22,9 +22,9 @@ def summarise(
 
     `resumed_from_step`: from where it was to continue; the nodes may have begun elsewhere, and say so.
 
-    Losses are means over the stage-0 replicas, and `replica_std` has a mean for each stage; `inner_steps` is the mean
-    over stage 0, rounded; `outer_rounds` is the largest number of any replica. Figures that no node wrote are null; a
-    single replica has no std.
+    Losses are means over the stage-0 replicas, that of validation as in `newest_validation`; `replica_std` has a mean
+    for each stage; `inner_steps` is the mean over stage 0, rounded; `outer_rounds` is the largest number of any
+    replica. Figures that no node wrote are null; a single replica has no std.
     """
     found = [(node, node.summary or {}) for node in nodes]
     if resumed_from_step is not None:
@@ -32,7 +32,9 @@ def summarise(
         resumed_from_step = int(min(began, default=resumed_from_step))
     stages = [[s for node, s in found if node.stage == stage] for stage in range(manifest.stages)]
     first = stages[0]
-    validation_loss, inner_steps = _mean(first, "validation_loss"), _mean(first, "inner_steps")
+    inner_steps = _mean(first, "inner_steps")
+    measured = [(s["validation_step"], s["validation_loss"]) for s in first if s.get("validation_loss") is not None]
+    validation_loss = newest_validation(measured, manifest.steps, manifest.evaluation.every_steps)
     tokens = sum(s.get("tokens") or 0 for s in first)
     seconds = _training_s(first)
     return {
@@ -54,6 +56,18 @@ def summarise(
         "wall_s": wall_s,
         "nodes": [_of_node(node, s) for node, s in found],
     }
+
+
+def newest_validation(evaluations: Collection[tuple[float, float]], steps: float, every: float | None) -> float | None:
+    """The mean loss of the last evaluations of some replicas, given as (step, loss); None if there are none.
+
+    Replicas evaluate at different steps, so evaluations less than `every` steps before the newest count, too; those
+    before the end of the run do not count beside one at its end (`steps`).
+    """
+    newest = max((step for step, _ in evaluations), default=0.0)
+    oldest = steps if newest >= steps else newest - (every or 1) + 1
+    known = [loss for step, loss in evaluations if step >= oldest]
+    return fmean(known) if known else None
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -382,7 +382,7 @@ def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> NodeProc
 
 
 def test_the_summary_is_computed_from_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = {"tokens": 1000, "inner_steps": 10, "outer_rounds": 2, "replica_std": 0.1}
+    first = {"tokens": 1000, "inner_steps": 10, "validation_step": 10, "outer_rounds": 2, "replica_std": 0.1}
     nodes = [
         written(
             tmp_path, 0, 0, **first, validation_loss=2.0, last_step_at=109.0, evaluation_s=2.0, training=[[100, 109.5]]
@@ -421,6 +421,24 @@ def test_the_summary_is_computed_from_the_nodes(tmp_path: Path, monkeypatch: pyt
     (nodes[0].dir / "summary.json").unlink()
     lines = swarm_summary.summary_lines(swarm_summary.summarise(nodes, manifest, 4, 30.0))
     assert lines[-1] == "without 3 killed nodes: see noloco report", "not as if they had done nothing"
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "every", "loss"),
+    [
+        ([], 20, None),
+        ([(40, 4.0), (60, 2.0), (60, 3.0)], None, 2.5),
+        ([(59, 4.0), (60, 2.0)], 20, 2.0),
+        ([(39, 8.0), (40, 4.0), (21, 2.0), (20, 7.0)], 20, 14 / 3),
+        ([(40, 4.0), (39, 2.0)], None, 4.0),
+    ],
+    ids=["none", "at the end", "one before the end", "within an interval", "without an interval"],
+)
+def test_an_old_evaluation_is_no_part_of_the_validation_loss(
+    evaluations: list[tuple[float, float]], every: float | None, loss: float | None
+) -> None:
+    """A node that was paused until the others had left keeps its last one, of step 40 of 60."""
+    assert swarm_summary.newest_validation(evaluations, 60, every) == pytest.approx(loss)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def the_report_agrees(run_dir: Path, summary: Mapping[str, Any]) -> None:
     (run,) = report_of([run_dir]).values()
     assert (run.tokens, run.tokens_per_s, run.wall_s) == (summary["tokens"], summary["tokens_per_s"], summary["wall_s"])
     assert run.last("final_loss") == pytest.approx(summary["final_loss"], rel=1e-5)
-    assert run.last("validation") == pytest.approx(summary["validation_loss"], rel=1e-5)
+    assert run.validation_loss == pytest.approx(summary["validation_loss"], rel=1e-5)
     assert [run.last("spread", stage) for stage in (0, 1)] == pytest.approx(summary["replica_std"], rel=1e-5)
     for history, node in zip(run.nodes, summary["nodes"], strict=True):
         assert (history.peer_id, history.stage, history.inner_steps) == (

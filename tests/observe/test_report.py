@@ -503,7 +503,7 @@ def test_several_runs_are_compared_on_one_page(recorded: Recorded, node: Path) -
     (tokens,) = [svg for svg in parsed(page).findall(".//svg") if svg.get("aria-label") == "Tokens per second"]
     assert float(tokens.get("data-x", "").split()[3]) == pytest.approx(whole)
     assert "seed" not in texts(page), "a setting that is equal is not shown"
-    assert ("validation loss", f"{runs[next(iter(runs))].last('validation'):.4f}") in cells(page)
+    assert ("validation loss", f"{runs[next(iter(runs))].validation_loss:.4f}") in cells(page)
     (loss, *_) = parsed(page).findall(".//svg")
     assert [path.findtext("title") for path in loss.findall(".//*[@data-v]")] == list(runs)
     outline = Outline()

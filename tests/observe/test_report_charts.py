@@ -1,6 +1,7 @@
 """The charts of `noloco report`: what is drawn where, computed by hand for invented journals."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -82,6 +83,14 @@ def test_every_replica_has_a_curve_and_the_validation_is_their_mean(tmp_path: Pa
     assert (single.attrib.pop("data-l"), marked.attrib.pop("data-l")) == ("validation", "")
     assert single.attrib == marked.attrib, "one point is a dot"
     assert single.get("class") == f"f{Colour.INK}"
+
+
+@pytest.mark.parametrize(("every", "loss"), [(5, 3.0), ("a line", 3.0), (50, 3.5)])
+def test_the_validation_loss_is_that_of_the_newest_evaluations(every: object, loss: float, tmp_path: Path) -> None:
+    paused, ended = losses(0), [*losses(1), line("evaluation", 150.0, step=8, loss=3.0)]
+    charts_of(tmp_path, n0_0=paused, n0_1=ended)
+    (run,) = recorded_run.read_runs([tmp_path]).values()
+    assert replace(run, manifest={"steps": 60, "evaluation": {"every_steps": every}}).validation_loss == loss
 
 
 @pytest.mark.parametrize(("replicas", "few"), [(len(SERIES_COLOURS), True), (len(SERIES_COLOURS) + 1, False)])

@@ -92,10 +92,9 @@ LAST_VALUES = (
     LastValue("inner_step", "learning_rate", "learning_rate", "Learning rate of the last inner step."),
     LastValue("inner_step", "grad_norm", "grad_norm", "L2 norm of this stage's gradient before clipping."),
     LastValue("evaluation", "validation_loss", "loss", "Nats per token of the last evaluation."),
+    LastValue("evaluation", "validation_step", "step", "Step of the last evaluation."),
     LastValue("outer_round", "outer_rounds_alone", "alone", "Most recent consecutive outer rounds that ended alone."),
-    LastValue(
-        "replica_std", "replica_std", "value", "Standard deviation of the weights between replicas of this stage."
-    ),
+    LastValue("replica_std", "replica_std", "value", "Standard deviation of the weights between the stage's replicas."),
     LastValue("gauge", "parameters", "parameters", "Parameters of the stage that this node holds."),
     LastValue("gauge", "in_flight", "in_flight", "Microbatches admitted here (at a later stage) and not yet ended."),
     LastValue("gauge", "waiting", "waiting", "Microbatches waiting to be admitted."),

@@ -10,6 +10,7 @@ from typing import Any
 from noloco_p2p.core.status import NodeFigures
 from noloco_p2p.io.telemetry.counters import RunCounters
 
+LAST_MEASURED = ("validation_loss", "validation_step", "replica_std")
 STATM = Path("/proc/self/statm")
 
 
@@ -28,7 +29,7 @@ def run_totals(counters: RunCounters) -> dict[str, Any]:
             "step": counters.latest.get("step", 0.0),
             "training_at": next(iter(counters.training_turns), None),
             "training": list(zip(turns[::2], turns[1::2], strict=False)),
-            **{name: _finite(counters.latest.get(name)) for name in ("validation_loss", "replica_std")},
+            **{name: _finite(counters.latest.get(name)) for name in LAST_MEASURED},
             "results": rounds,
             "alone": rounds.get("alone", 0),
             "pulled": sum(rounds.values()) - rounds.get("alone", 0),

@@ -6,7 +6,6 @@ Points in time are Unix seconds. A steps file has a line for each inner step of 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +48,6 @@ def result(fleet: Fleet, watch: ChurnWatch, disturbances: Sequence[Disturbance],
     done = [one for one in disturbances if one.at < until]
     costs = list(zip(done, stalls(trained_at, [one.at for one in done], until), strict=True))
     (counted,) = read_runs([fleet.run_dir]).values()
-    losses = [(node.summary or {}).get("validation_loss") for node in fleet.of_stage(0)]
-    known = [loss for loss in losses if loss is not None]
     return {
         "seconds": until - began,
         "kills": sum(len(one.nodes) for one in done if one.kind == "kill"),
@@ -67,7 +64,7 @@ def result(fleet: Fleet, watch: ChurnWatch, disturbances: Sequence[Disturbance],
         "too_late": watch.too_late,
         "resumed_from": dict(Counter(event.text("source") for event in fleet.events("resumed"))),
         "tokens": sum(line.tokens for line in lines),
-        "validation_loss": fmean(known) if known else None,
+        "validation_loss": counted.validation_loss,
         "curve": _curve(fleet, lines),
     }
 

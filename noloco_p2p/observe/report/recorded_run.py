@@ -3,6 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,7 +14,7 @@ from noloco_p2p.launch import homes
 from noloco_p2p.launch.node_probe import ENDPOINTS, SUMMARY, in_use, read_json
 from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.run_files import MANIFEST
-from noloco_p2p.launch.swarm_summary import covered_s
+from noloco_p2p.launch.swarm_summary import covered_s, newest_validation
 from noloco_p2p.observe.report.journals import clean, node_dirs, number, read_processes
 from noloco_p2p.observe.report.node_history import TRAINED, WORKS, Incident, NodeHistory, add_process
 
@@ -82,6 +84,14 @@ class RecordedRun:
         """The newest value of a curve, as the mean over the replicas of a stage that have one."""
         known = [value for node in self.of_stage(stage) if (value := node.last(curve, stage)) is not None]
         return fmean(known) if known else None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The mean of the newest evaluations (`newest_validation`), in nats per token."""
+        last = [point for node in self.of_stage(0) for point in [*chain(*node.curves["validation", 0])][-1:]]
+        steps, evaluation = number(self.manifest.get("steps")), self.manifest.get("evaluation")
+        every = number(evaluation.get("every_steps")) if isinstance(evaluation, dict) else None
+        return newest_validation(last, inf if steps is None else steps, every)
 
     def total(self, tally: str) -> Counter[str]:
         """The sum of a tally over all nodes."""

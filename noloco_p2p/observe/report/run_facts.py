@@ -24,7 +24,7 @@ def standing(run: RecordedRun) -> str:
 
 def headline(run: RecordedRun) -> dict[str, str]:
     """The main figures of the run, by name."""
-    validation = run.last("validation")
+    validation = run.validation_loss
     return {
         "nodes": f"{len(run.nodes)} in {humanize.plural(len(run.stages), 'stage')}",
         "steps": _steps(run),
