@@ -28,6 +28,7 @@ from noloco_p2p.io.security import revocations
 from noloco_p2p.io.telemetry.http_server import Health, Page
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.launch import join_file, run_files, run_key, settings
+from noloco_p2p.launch.library_code import give_back_unused_code
 from noloco_p2p.ports import Batches
 
 TIMES_AGAIN = 10
@@ -145,6 +146,7 @@ def check_model(manifest: RunManifest) -> None:
     # Imported objects live as long as the process. Frozen, they are not scanned by every collection during training.
     gc.freeze()
     gc.enable()
+    give_back_unused_code()
 
 
 async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConfig) -> RunManifest:
