@@ -164,18 +164,31 @@ def test_the_limit_on_open_files_is_the_one_that_a_node_would_have(
     assert sentence in sentences(report)
 
 
-@pytest.mark.parametrize(("found", "sentence"), [("1\n", "as root"), ("0\n", "keep their speed"), (None, "")])
-def test_slow_start_after_idle_is_reported(
-    found: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("idle", "control", "sentence"),
+    [
+        ("0", "bbr", "keep their speed"),
+        ("1", "bbr", "idle period; sysctl -w net.ipv4.tcp_slow_start_after_idle=0, as root"),
+        (
+            "1",
+            "cubic",
+            "period and slow down after each loss; sysctl -w net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.",
+        ),
+        ("0", "cubic", "loss; sysctl -w net.ipv4.tcp_congestion_control=bbr, as root"),
+        ("1", None, None),
+    ],
+)
+def test_what_tcp_costs_far_peers_is_reported(
+    idle: str, control: str | None, sentence: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    setting = tmp_path / "setting"
-    if found is not None:
-        setting.write_text(found, encoding="ascii")
-    monkeypatch.setattr(machine, "SLOW_START", setting)
+    (tmp_path / "tcp_slow_start_after_idle").write_text(f"{idle}\n", encoding="ascii")
+    if control is not None:
+        (tmp_path / "tcp_congestion_control").write_text(f"{control}\n", encoding="ascii")
+    monkeypatch.setattr(machine, "TCP", tmp_path)
     report = DoctorReport()
-    machine.check_slow_start(report)
-    assert outcome(report) == ([("ok", "line")] if found else [])
-    assert sentence in sentences(report)
+    machine.check_tcp(report)
+    assert outcome(report) == ([("ok", "line")] if sentence else [])
+    assert (sentence or "") in sentences(report)
 
 
 def test_a_clock_before_the_release_of_the_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +443,7 @@ def test_without_a_swarm_the_machine_is_checked_and_nothing_left_behind(
 
 
 GROUPS = {
-    "machine": ["python", "device", "files", *(["line"] if machine.SLOW_START.exists() else []), "clock"],
+    "machine": ["python", "device", "files", *(["line"] if machine.TCP.exists() else []), "clock"],
     "network": ["port", "libp2p"],
     "run": ["run", "stage", "memory", "disk", "data"],
 }

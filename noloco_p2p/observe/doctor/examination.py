@@ -61,7 +61,7 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
     machine.check_python(report)
     device = await machine.check_device(report, local)
     machine.check_files(report)
-    machine.check_slow_start(report)
+    machine.check_tcp(report)
     machine.check_time(report)
     running = []
     if directory is not None:

@@ -38,7 +38,12 @@ TOOL_S = 3.0
 """Longest wait for nvidia-smi."""
 HEALTH_S = 6.0
 """Longest wait for a node's health, which a separate thread of the node answers."""
-SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+TCP = Path("/proc/sys/net/ipv4")
+FAR = {
+    "tcp_slow_start_after_idle": ("0", "start slowly again after each idle period"),
+    "tcp_congestion_control": ("bbr", "slow down after each loss"),
+}
+"""Setting of TCP → the value that suits far peers, and what connections do with any other."""
 BUILT_AT = 1_750_000_000.0
 """Unix seconds. No correct clock shows a time before this program was written."""
 
@@ -136,15 +141,15 @@ def check_files(report: DoctorReport) -> None:
     add("files", f"only {most} open files are allowed", f"raise the hard limit (ulimit -Hn) to {FEW_FILES}, as root")
 
 
-def check_slow_start(report: DoctorReport) -> None:
-    """Check whether TCP connections return to slow start after an idle period; only Linux says so."""
+def check_tcp(report: DoctorReport) -> None:
+    """Check whether the settings of TCP suit far peers; only Linux shows them."""
     try:
-        forgets = SLOW_START.read_text(encoding="ascii").strip() != "0"
+        slow = [(name, *best) for name, best in FAR.items() if (TCP / name).read_text("ascii").strip() != best[0]]
     except OSError:
         return
-    advice = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0, as root, speeds up far peers"
-    slow = f"connections start slowly again after each idle period; {advice}"
-    report.ok("line", slow if forgets else "connections keep their speed after an idle period")
+    whys, settings = (" and ".join(why for *_, why in slow), " ".join(f"net.ipv4.{name}={to}" for name, to, _ in slow))
+    advice = f"connections {whys}; sysctl -w {settings}, as root, speeds up far peers"
+    report.ok("line", advice if slow else "connections keep their speed after an idle period and after losses")
 
 
 def check_time(report: DoctorReport) -> None:
