@@ -1,5 +1,6 @@
 """Bytes from a peer or a file never cause anything but the one-line error of whoever reads them."""
 
+import atexit
 import json
 import re
 import shutil
@@ -35,16 +36,11 @@ from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe import health_check
 
 HOME = Path(tempfile.mkdtemp(prefix="noloco-test-"))
+atexit.register(shutil.rmtree, HOME)  # every worker imports this file, but only one runs its tests
 CLUB = Club(HOME, is_open=True)
 """Of an open run, because everybody has the key of its root, and so can sign anything."""
 PEER = peer_id_of(bytes(range(32)))
 INVITATION = Invitation.signed(CLUB.root, CLUB.run_id, uses=3, until=CLUB.now + 9, stage=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _removed() -> Iterator[None]:
-    yield
-    shutil.rmtree(HOME)
 
 
 @contextmanager
