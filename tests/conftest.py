@@ -4,10 +4,14 @@ import fcntl
 import gc
 import os
 import signal
+import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import warm_start
 from hypothesis import HealthCheck, settings
 
 # The time of an example is meaningless, because the machine may be busy with other work.
@@ -18,6 +22,15 @@ settings.load_profile("untimed")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The workers of pytest use all cores already. (torch reads this when it is imported.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Import once what all workers and all nodes import, and fork them from there."""
+    directory = tempfile.TemporaryDirectory(prefix="forks-")
+    config.add_cleanup(directory.cleanup)
+    warm_start.lend(Path(directory.name) / "socket")
+    for spec in specs:
+        spec.python = f"{sys.executable} {Path(warm_start.__file__).with_name('forked_worker.py')}"
 
 
 @pytest.hookimpl(wrapper=True)

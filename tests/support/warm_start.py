@@ -1,6 +1,7 @@
-"""Starts processes with a node's imports already in memory, from one fork server for all tests of a test process.
+"""Starts processes with a node's imports already in memory, from one fork server for all tests.
 
-Importing is most of the cost of starting a node. A launcher that was itself forked uses a fork of itself as its server
+Importing is most of the cost of starting a node. The workers of pytest are forked from the same server, which the main
+process of pytest starts (`lend`). A launcher that was itself forked uses a fork of itself as its server
 (`ForkOfThisProcess`).
 """
 
@@ -8,10 +9,13 @@ import functools
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import patch
+
+from forked_worker import LENDER, borrowed
 
 from noloco_p2p.launch import fork_server_process
 from noloco_p2p.launch.fork_server import ForkServer, run
@@ -20,13 +24,40 @@ from noloco_p2p.launch.fork_server_process import ForkServerProcess
 
 @functools.cache
 def server() -> ForkServerProcess:
-    """The server, started on first use in a test process; it ends with that process."""
+    """The server of the main process of pytest; without one, it is started here. It ends with that process."""
+    if LENDER in os.environ:
+        return _Borrowed(os.environ[LENDER])
     made = ForkServerProcess()
     with patch.object(fork_server_process, "PROGRAM", (str(Path(__file__).with_name("warm_server.py")),)):
         made.start({**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     while not made.ready:
         time.sleep(0.02)
     return made
+
+
+def lend(path: Path) -> None:
+    """From now on, give the control socket of this process's server to whoever connects to this path."""
+    control, lender = server()._control, socket.socket(socket.AF_UNIX)
+    lender.bind(str(path))
+    lender.listen()
+
+    def answer() -> None:
+        while True:
+            with lender.accept()[0] as borrower:
+                socket.send_fds(borrower, [b"s"], [control.fileno()])
+
+    threading.Thread(target=answer, daemon=True).start()
+    os.environ[LENDER] = str(path)
+
+
+class _Borrowed(ForkServerProcess):
+    """The server that another process has started."""
+
+    ready = True
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._control = borrowed(path)
 
 
 class SharedServer(ForkServerProcess):
