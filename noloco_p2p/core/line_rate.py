@@ -281,10 +281,10 @@ def stripe_bytes(nbytes: int, connections: int) -> int:
 
 def _quantile(parts: Iterable[tuple[float, float]], share: float) -> float:
     """The rate at which `share` of the bytes moved, or slower."""
-    ordered = sorted(parts)
-    left = share * sum(nbytes for _, nbytes in ordered)
-    for rate, nbytes in ordered:
-        left -= nbytes
-        if left <= 0:
+    fastest_first = sorted(parts, reverse=True)
+    faster = (1 - share) * sum([nbytes for _, nbytes in fastest_first])
+    for rate, nbytes in fastest_first:
+        faster -= nbytes
+        if faster < 0:
             return rate
-    return ordered[-1][0]
+    return fastest_first[-1][0]

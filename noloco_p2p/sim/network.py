@@ -41,6 +41,8 @@ class Network:
     def __init__(self, seed: int, geography: Geography, sizes: MessageSizes | None = None) -> None:
         self.sizes = sizes
         """Message sizes to account for; None: the sizes of the actual tensors."""
+        self.control = sizes.control if sizes else ControlSizes()
+        """Sizes of messages without tensors."""
         self.bugs: list[Exception] = []
         """Exceptions that handlers raised although they must not; empty in a healthy swarm."""
         self.news = asyncio.Event()
@@ -119,11 +121,6 @@ class Network:
     def payload_bytes(self, kind: str, tensors: Iterable[HostTensor], stage: int = 0) -> int:
         """Bytes of the tensors of a message. `stage` is the stage of a snapshot, weights or a state."""
         return self.sizes.of(kind, stage) if self.sizes else sum(tensor.data.nbytes for tensor in tensors)
-
-    @property
-    def control(self) -> ControlSizes:
-        """Sizes of messages without tensors."""
-        return self.sizes.control if self.sizes else ControlSizes()
 
     async def exchange(self, peer: PeerId, adverts: int) -> None:
         """Wait as long as this many adverts take over a node's own line, up and down."""

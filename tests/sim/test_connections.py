@@ -83,16 +83,20 @@ def test_simulated_messages_have_the_sizes_of_real_ones() -> None:
     assert SIGNATURE_BYTES + len(payload) + key_and_expiry == pytest.approx(MEASURED.advert, rel=0.2)
 
 
+def use_sizes(network: Network, sizes: MessageSizes) -> None:
+    network.sizes, network.control = sizes, sizes.control
+
+
 def test_a_call_costs_the_bytes_of_its_messages() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.sizes = replace(SIZES, control=CONTROL)
+        use_sizes(network, replace(SIZES, control=CONTROL))
         await transport.describe(CALLEE)
         assert now() == pytest.approx(2 * LATENCY_S + (10 + 5) / RATE)
         assert controlled(network) == (ByteCounts(sent=10, received=5), ByteCounts(sent=5, received=10))
         began = now()
         await transport.progress(CALLEE, [ID, ID, ID], 9.0)
         assert now() - began == pytest.approx(2 * LATENCY_S + (10 + 3 * 4 + 5 + 3 * 2) / RATE)
-        network.sizes = replace(SIZES, control=CONTROL, activation_bytes=4 * wire.PACK_BYTES)
+        use_sizes(network, replace(SIZES, control=CONTROL, activation_bytes=4 * wire.PACK_BYTES))
         with pytest.raises(Busy):
             await transport.propagate(CALLEE, activation())
         assert network.traffic.byte_counts()["a"]["activation"] == ByteCounts()
@@ -103,7 +107,7 @@ def test_a_call_costs_the_bytes_of_its_messages() -> None:
 
 def test_the_lost_part_of_a_message_is_counted() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.sizes = replace(SIZES, control=replace(CONTROL, request=100))
+        use_sizes(network, replace(SIZES, control=replace(CONTROL, request=100)))
         asyncio.get_running_loop().call_later(0.25, network.block, barrier("hang", "b"))
         call = asyncio.create_task(transport.describe(CALLEE))
         await asyncio.sleep(0.2)
@@ -126,7 +130,8 @@ def test_on_a_connection_with_bodies_a_message_waits_for_the_data_in_the_sockets
         network.traffic._paths.connection("a", "b")._reached = FAST
         network.traffic._paths.connection("a", "b")._used_at = now()
         network.traffic.depart(Payload("a", "b", "activation", waiting))
-        network.sizes = replace(SIZES, control=replace(CONTROL, request=30_000), activation_bytes=8, gradient_bytes=0)
+        control = replace(CONTROL, request=30_000)
+        use_sizes(network, replace(SIZES, control=control, activation_bytes=8, gradient_bytes=0))
         began = now()
         await network.traffic.deliver("a", "b", 30_000)
         line_s = 30_000 / (FAST if waiting < MIB else FAST / 2)
@@ -137,7 +142,7 @@ def test_on_a_connection_with_bodies_a_message_waits_for_the_data_in_the_sockets
 
 def test_a_request_on_its_own_connection_only_shares_the_line() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.sizes = replace(SIZES, control=replace(CONTROL, request=30_000, answer=0))
+        use_sizes(network, replace(SIZES, control=replace(CONTROL, request=30_000, answer=0)))
         network.traffic.depart(Payload("a", "b", "activation", 40 * MIB))
         await asyncio.sleep(3.0)
         began = now()
