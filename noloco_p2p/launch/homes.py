@@ -37,8 +37,7 @@ class Home(Enum):
     OTHER = "a directory of other files", ()
 
     def __init__(self, description: str, marks: tuple[str, ...]) -> None:
-        self.description = description
-        self.marks = marks
+        self.description, self.marks = description, marks
 
 
 def kind_of(directory: Path) -> Home:
