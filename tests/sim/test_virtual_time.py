@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import random
 import subprocess
 import sys
 import time
@@ -220,3 +221,57 @@ def test_the_tasks_of_a_stopped_process_pause_while_the_clock_and_others_go_on()
 
     run(main())
     assert seen == [("a", 1.0), ("b", 1.0), ("b", 2.0), ("b", 3.0), ("a", 5.5), ("a", 6.5)]
+
+
+def test_callbacks_have_the_order_that_the_loops_of_asyncio_give_them() -> None:
+    """Also timers of the same time, of which many are cancelled."""
+
+    class Plain(asyncio.BaseEventLoop):
+        """asyncio's own queues, and a clock that jumps to the next timer."""
+
+        now_s = 0.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._selector = self
+
+        def time(self) -> float:
+            return self.now_s
+
+        def select(self, timeout: float) -> list[object]:
+            self.now_s += timeout
+            return []
+
+        def _process_events(self, events: list[object]) -> None: ...
+
+    async def program() -> list[tuple[float, int]]:
+        loop, rng, seen = asyncio.get_running_loop(), random.Random(3), list[tuple[float, int]]()
+        timers: list[asyncio.TimerHandle] = []
+
+        def note(number: int) -> None:
+            seen.append((loop.time(), number))
+            if number < 6000:
+                for more in range(rng.randrange(4)):
+                    timers.append(loop.call_later(rng.randrange(4) / 10, note, 3 * number + more))
+                loop.call_soon(seen.append, (loop.time(), -number))
+            for timer in rng.sample(timers, min(len(timers), rng.randrange(4))):
+                timer.cancel()
+
+        for number in range(1, 300):
+            timers.append(loop.call_at(rng.randrange(9) / 10, note, number))
+        await asyncio.sleep(100.0)
+        return seen
+
+    with asyncio.Runner(loop_factory=Plain) as runner:
+        expected = runner.run(program())
+    assert run(program()) == expected
+    assert len(expected) > 1000
+
+
+def test_an_error_in_a_callback_ends_the_program() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(1.0, [].pop)
+        await asyncio.sleep(2.0)
+
+    with pytest.raises(IndexError, match="pop from empty list"):
+        run(main())
