@@ -60,24 +60,28 @@ def one_line() -> Iterator[None]:
 # --- from peers -------------------------------------------------------------------------------------------------------
 
 
+@example(NESTED)
 @given(damaged(CLUB.revoking(7, PEER, peer_id_of(bytes(32)))))
 def test_a_list_of_revoked_peers(data: bytes) -> None:
     with one_line():
         DenyList.read(data, CLUB.trust)
 
 
+@example(NESTED.decode())
 @given(damaged(INVITATION.text.encode()).map(lambda data: data.decode(errors="replace")) | st.text(max_size=200))
 def test_an_invitation(text: str) -> None:
     with one_line():
         Invitation.parse(text).check(CLUB.trust, CLUB.now)
 
 
+@example(NESTED)
 @given(damaged(b'{"role": "member", "invitation": "%s"}' % INVITATION.text.encode()))
 def test_a_request_for_a_certificate(data: bytes) -> None:
     with one_line():
         admission._parsed(data)
 
 
+@example(NESTED)
 @given(damaged(CLUB.chain(PEER)))
 def test_certificates(chain: bytes) -> None:
     with one_line():
@@ -125,6 +129,7 @@ def test_a_join_address(text: str) -> None:
         JoinAddress.parse(text)
 
 
+@example(NESTED)
 @given(damaged(RunManifest().canonical_json()))
 def test_the_manifest_of_a_run(data: bytes) -> None:
     with one_line():
@@ -297,6 +302,7 @@ def test_a_host_that_cannot_be_looked_up(host: str) -> None:
     assert said.isprintable()
 
 
+@example(NESTED)
 @given(damaged(x509.load_pem_x509_certificates(CLUB.chain(PEER))[0].public_bytes(Encoding.PEM)))
 def test_a_leaf(certificate: bytes) -> None:
     certificates.is_signed_by(PEER, certificate)

@@ -12,14 +12,14 @@ JSON = st.recursive(
     max_leaves=5,
 )
 NESTED = b"[" * 200_000
-"""Deeper than Python's parser goes."""
+"""Deeper than Python's parser goes: an example of its own wherever damaged content is read, because it takes long."""
 
 
 def damaged(valid: bytes) -> st.SearchStrategy[bytes]:
     """Any bytes, and those of a valid content with damage of every kind."""
     cut = st.integers(0, len(valid)).map(lambda end: valid[:end])
     patched = st.builds(_patched, st.just(valid), st.integers(0, len(valid)), st.binary(max_size=9))
-    kinds = [st.binary(max_size=300), cut, patched, st.just(NESTED), JSON.map(_written)]
+    kinds = [st.binary(max_size=300), cut, patched, JSON.map(_written)]
     try:
         found = json.loads(valid)
     except ValueError:
