@@ -1,4 +1,4 @@
-"""Virtual time: unmodified asyncio with a clock that jumps to the next timer instead of waiting for it.
+"""Virtual time: asyncio on an event loop whose clock jumps to the next timer instead of waiting for it.
 
 Threads, sockets and processes do not work in this loop; everything else in asyncio does. The same program always gives
 the same order of events: the clock starts at 0, and tasks hash by their number, so even the sets inside asyncio
@@ -63,6 +63,10 @@ class _Handle(float):
         if self.timed_by is not None and self.call:
             self.timed_by.cancelled += 1
         self.call = ()
+
+    def cancelled(self) -> bool:
+        """See `asyncio.Handle`."""
+        return not self.call
 
 
 class VirtualLoop(asyncio.BaseEventLoop):

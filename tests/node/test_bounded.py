@@ -17,6 +17,7 @@ from noloco_p2p.core.messages import HostTensor
 from noloco_p2p.io.telemetry import log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.ports import Telemetry
+from noloco_p2p.sim import virtual_time
 from noloco_p2p.sim.calls import SimCall
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.process import SimProcess
@@ -30,8 +31,9 @@ GLANCES, GLANCE_S = 5, 0.37
 FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
 LOOP = ("asyncio", "_asyncio")
 VISITOR = re.compile(r"s[01]r[1-9]\d\d+")
-BETWEEN = (SimCall,)
-"""Objects of the simulator that both ends share: through a call in flight, everything of its other end is reachable."""
+BETWEEN = (SimCall, virtual_time._Handle)
+"""Objects of the simulator that both ends share: through a call in flight, everything of its other end is reachable,
+and through a timer all others."""
 
 
 class Both:
