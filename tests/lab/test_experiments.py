@@ -208,10 +208,8 @@ def test_duplicate_case_names_are_refused() -> None:
         _run(double)
 
 
-def test_the_published_figures_are_complete() -> None:
-    paper = published()
-    assert "2506.10911" in paper["source"]
-    assert len(paper["final_perplexity"]) == 8
+def test_the_published_figures_name_their_source() -> None:
+    assert "2506.10911" in published()["source"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -269,8 +269,7 @@ def _tried(results: Results) -> Table:
 
 
 def _paper(gaps: Sequence[float]) -> str:
-    row = next(one for one in published()["final_perplexity"] if (one["size"], one["dp"], one["pp"]) == ("small", 8, 2))
-    ratios = {data: row[data]["noloco"] / row[data]["fsdp"] for data in ("reddit", "c4")}
+    ratios = {data: one["noloco"] / one["fsdp"] for data, one in published()["final_perplexity_small_8x2"].items()}
     return (
         f"The paper's small model at 8 × 2 (arXiv 2506.10911, final perplexities): NoLoCo over data parallel "
         f"{ratios['reddit']:.3f} on Reddit, {ratios['c4']:.3f} on C4, after 25,000 steps; here"
