@@ -9,10 +9,11 @@ import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from noloco_p2p.config import InnerSettings, NodeConfig, RunManifest
@@ -124,24 +125,20 @@ def figures(begin: Samples, end: Samples) -> dict[str, Any]:
     """What the swarm did between two samples; see DEFINITIONS. Tokens and steps are those of stage 0."""
     windows = {name: end[name].metrics.at - begin[name].metrics.at for name in begin}
 
-    def grown(name: str, metric: str) -> float:
-        """A counter's increase per second."""
-        return growth(begin, end, [name], metric) / windows[name]
+    def per_s(names: Collection[str], metric: str, **labels: str) -> float:
+        """A counter's increase per second, the mean over these nodes."""
+        return fmean(growth(begin, end, [name], metric, **labels) / windows[name] for name in names)
 
     first = [name for name in begin if name.startswith("0-")]
-    idle: dict[str, float] = {}
-    for name in begin:
-        had = begin[name].metrics.by("cause", "idle_seconds_total")
-        for cause, total in end[name].metrics.by("cause", "idle_seconds_total").items():
-            idle[cause] = idle.get(cause, 0.0) + (total - had.get(cause, 0.0)) / windows[name] / len(begin)
+    causes = dict.fromkeys(one for node in end.values() for one in node.metrics.by("cause", "idle_seconds_total"))
     return {
-        "tokens_per_s": sum(grown(name, "tokens_total") for name in first),
+        "tokens_per_s": len(first) * per_s(first, "tokens_total"),
         "seconds": min(windows.values()),
-        "inner_steps_per_s": sum(grown(name, "inner_steps_total") for name in first) / len(first),
-        "outer_rounds_per_s": sum(grown(name, "outer_rounds_total") for name in first) / len(first),
+        "inner_steps_per_s": per_s(first, "inner_steps_total"),
+        "outer_rounds_per_s": per_s(first, "outer_rounds_total"),
         "core_shares": _core_shares(begin, end, max(windows.values())),
-        "device_busy": sum(grown(name, "device_seconds_total") for name in begin) / len(begin),
-        "idle_by_cause": idle,
+        "device_busy": per_s(begin, "device_seconds_total"),
+        "idle_by_cause": {cause: per_s(begin, "idle_seconds_total", cause=cause) for cause in causes},
     }
 
 
