@@ -97,9 +97,9 @@ def check_clock(ahead: float, unsure_s: float, ttl_s: float) -> None:
 class DialRateLimit:
     """Limits how often strangers' addresses are dialled. Pure: `now` is in seconds of any monotonic clock."""
 
-    def __init__(self, at_once: int = DIALS_AT_ONCE, per_minute: int = DIALS_PER_MINUTE) -> None:
-        self._free = at_once
-        self._begun_at = deque([-math.inf] * per_minute, per_minute)
+    def __init__(self) -> None:
+        self._free = DIALS_AT_ONCE
+        self._begun_at = deque([-math.inf] * DIALS_PER_MINUTE, DIALS_PER_MINUTE)
         """When the last dials began, as many of them as may begin within a minute."""
 
     def begin(self, *, now: float) -> bool:
@@ -115,15 +115,13 @@ class DialRateLimit:
         self._free += 1
 
 
-async def serve_dial_back(
-    libp2p: Libp2pDaemon, probe: ReachabilityProbe, allowance: DialRateLimit | None = None
-) -> None:
+async def serve_dial_back(libp2p: Libp2pDaemon, probe: ReachabilityProbe) -> None:
     """Let linked peers ask whether their gRPC address can be reached from here, which `probe` finds out.
 
     A peer can only ask about itself, because libp2p authenticates it, and only about addresses that this node would
     dial anyway (`reach`). `probe` may raise Unreachable instead of returning a reason.
     """
-    allowed = DialRateLimit() if allowance is None else allowance
+    allowed = DialRateLimit()
 
     async def reached(place: tuple[str, int] | None, caller: PeerId) -> str | None:
         if place is None:

@@ -238,8 +238,10 @@ def test_clocks_may_differ_by_half_a_lifetime() -> None:
         check_clock(-20.5, unsure_s=1.0, ttl_s=30.0)
 
 
-def test_dial_backs_for_strangers_are_rate_limited() -> None:
-    allowance = DialRateLimit(at_once=2, per_minute=3)
+def test_dial_backs_for_strangers_are_rate_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_handshake, "DIALS_AT_ONCE", 2)
+    monkeypatch.setattr(join_handshake, "DIALS_PER_MINUTE", 3)
+    allowance = DialRateLimit()
     assert [allowance.begin(now=0.0) for _ in range(3)] == [True, True, False]
     allowance.end()
     allowance.end()

@@ -24,7 +24,6 @@ from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.dht.join_handshake import (
     DIAL_BACK_CALL,
     MANIFEST_CALL,
-    DialRateLimit,
     ask_dial_back,
     fetch_manifest,
     serve_dial_back,
@@ -335,7 +334,8 @@ def test_a_joined_peer_dials_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
-            await serve_dial_back(a, probe, DialRateLimit(per_minute=4))
+            monkeypatch.setattr("noloco_p2p.io.dht.join_handshake.DIALS_PER_MINUTE", 4)
+            await serve_dial_back(a, probe)
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:1") is None
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:2") == "refused"
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:3") == "another peer is there"

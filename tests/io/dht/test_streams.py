@@ -36,7 +36,6 @@ from noloco_p2p.io.dht.join_handshake import (
     DIAL_BACK_CALL,
     TRIED,
     UNTRIED,
-    DialRateLimit,
     ask_dial_back,
     check_reachable,
     find_way,
@@ -963,7 +962,9 @@ def test_a_node_that_cannot_be_dialled_learns_at_its_start_whether_streams_reach
     run(scenario)
 
 
-def test_a_peer_that_may_dial_back_only_once_more_does_not_end_a_start_behind_nat(tmp_path: Path) -> None:
+def test_a_peer_that_may_dial_back_only_once_more_does_not_end_a_start_behind_nat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of twelve nodes behind NAT that joined a peer within five seconds one ended: the peer was too busy to answer its
     second question."""
 
@@ -972,7 +973,8 @@ def test_a_peer_that_may_dial_back_only_once_more_does_not_end_a_start_behind_na
 
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
-            await serve_dial_back(a, probe, DialRateLimit(per_minute=1))
+            monkeypatch.setattr(join_handshake, "DIALS_PER_MINUTE", 1)
+            await serve_dial_back(a, probe)
             ways = WaysIn(b, Streams(b, RUN), ("127.0.0.1", 9))
             assert not await check_reachable(b, "127.0.0.1:9", ways)
 
