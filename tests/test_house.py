@@ -15,12 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_p2p"
-CODE_LINES = 32_342
+CODE_LINES = 32_340
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised by
 what a feature or a mended bug took, and by no more."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
 """The parts that train, without those that measure, watch and launch."""
-KERNEL_LINES = 15_191
+KERNEL_LINES = 15_189
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}

@@ -96,13 +96,11 @@ class HttpServer(socketserver.ThreadingTCPServer):
         super().__init__((host, port), _PageHandler)
 
     @classmethod
-    def open(
-        cls, host: str, port: int, pages: Mapping[str, Page], outside: Mapping[str, Page] | None = None
-    ) -> "HttpServer":
+    def open(cls, host: str, port: int, pages: Mapping[str, Page], outside: Mapping[str, Page]) -> "HttpServer":
         """Listen (port 0 picks a free one) and start answering. Clients at public addresses get the pages of `outside`.
         Raises LocalError if the port cannot be opened."""
         try:
-            server = cls(host, port, pages, pages if outside is None else outside)
+            server = cls(host, port, pages, outside)
         except OSError as error:
             raise LocalError(
                 f"metrics: {host} port {port} cannot be opened ({error.strerror or error}); set listen.metrics_port"

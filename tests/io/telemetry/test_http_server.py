@@ -425,7 +425,7 @@ def flooded() -> Iterator[Flooded]:
         found.answer.wait(60)
         return HttpResponse(b"ok")
 
-    found = Flooded(HttpServer.open("127.0.0.1", 0, {"/": slow}))
+    found = Flooded(HttpServer.open("127.0.0.1", 0, {"/": slow}, {}))
     try:
         yield found
     finally:
@@ -490,7 +490,7 @@ def test_a_host_gets_a_share_of_the_cpu_and_does_not_delay_others() -> None:
             pass
         return HttpResponse(b"ok")
 
-    server = HttpServer.open("127.0.0.1", 0, {"/": costly})
+    server = HttpServer.open("127.0.0.1", 0, {"/": costly}, {})
     asker, port = Asker(server.server_address[1]), server.server_address[1]
     try:
         began = time.monotonic()
