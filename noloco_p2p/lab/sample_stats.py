@@ -18,7 +18,8 @@ class Stopwatch:
 
     def __init__(self, warm_up: int = 1, settle: Callable[[], None] = lambda: None) -> None:
         self._seconds: defaultdict[Hashable, list[float]] = defaultdict(list)
-        self._warm_up, self._settle = warm_up, settle
+        self._warm_up = warm_up
+        self._settle = settle
 
     @contextmanager
     def timed(self, name: Hashable) -> Iterator[None]:

@@ -37,7 +37,8 @@ class Home(Enum):
     OTHER = "a directory of other files", ()
 
     def __init__(self, description: str, marks: tuple[str, ...]) -> None:
-        self.description, self.marks = description, marks
+        self.description = description
+        self.marks = marks
 
 
 def kind_of(directory: Path) -> Home:

@@ -65,7 +65,9 @@ class Line:
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self.piece_bytes = min(max(int(bytes_per_s * PIECE_S), MSS_BYTES), LARGEST_PIECE_BYTES)
-        self.carried_bytes, self.busy, self._virtual = 0, False, 0.0
+        self.carried_bytes = 0
+        self.busy = False
+        self._virtual = 0.0
         self._turns: list[tuple[float, bool, int, Lane]] = []
         self._numbers = itertools.count()
 
@@ -178,7 +180,8 @@ class LineModel:
 
     def __init__(self, latency_s: float, spread: float, rng: random.Random) -> None:
         """`spread`: sigma of the log-normal latency, which is drawn for each burst of a connection."""
-        self.latency_s, self._spread = latency_s, spread
+        self.latency_s = latency_s
+        self._spread = spread
         self._timer_s = 2 * latency_s + MIN_TIMER_S
         self._rng = rng
         self._events: list[Event] = []

@@ -62,7 +62,9 @@ class LocalSwarm:
         """`signals`: the requests to stop so far, a list that may grow; `link` as in `--link`. Raises ConfigError."""
         self._plan = plan
         self._arguments = plan.arguments(run_dir)
-        self._resumed, self._display, self._signals = resumed, display, signals
+        self._resumed = resumed
+        self._display = display
+        self._signals = signals
         self._nodes = [NodeProcess(run_dir, stage, replica) for stage, replica in plan.nodes]
         self._server = ForkServerProcess()
         self._relay = None if link is None else RelayProcess(link, [n.name for n in self._nodes], plan.manifest.seed)

@@ -23,7 +23,9 @@ class SimBatches:
     def __init__(
         self, manifest: RunManifest, me: PeerId, cursor: Mapping[str, object] | None = None, *, unequal: bool = False
     ) -> None:
-        self._manifest, self._me, self._unequal = manifest, me, unequal
+        self._manifest = manifest
+        self._me = me
+        self._unequal = unequal
         self._position = int(str(cursor["position"])) if cursor else 0
 
     async def next(self) -> Batch:

@@ -63,7 +63,9 @@ class SimCheckpoints:
     def __init__(self, disk: Disk, keep: int, save_s: float = 0.05) -> None:
         self.dead = False
         """The process has crashed; nothing that its tasks still do has any effect."""
-        self._disk, self._keep, self._save_s = disk, keep, save_s
+        self._disk = disk
+        self._keep = keep
+        self._save_s = save_s
         self._saving: dict[asyncio.Task[object], None] = {}
 
     def crash(self) -> None:

@@ -49,10 +49,15 @@ class SimDevice:
     """
 
     def __init__(self, costs: Costs, rng: random.Random) -> None:
-        self.slowness, self._costs, self._rng = 1.0, costs, rng
+        self.slowness = 1.0
+        self._costs = costs
+        self._rng = rng
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
-        self._in_use, self._began_at, self._halted, self._closed = False, 0.0, False, False
+        self._in_use = False
+        self._began_at = 0.0
+        self._halted = False
+        self._closed = False
         self._work: tuple[asyncio.TimerHandle, asyncio.Future[Any]] | None = None
         """The timer at which the newest operation ends, and the future that its caller awaits."""
         self._busy_s = 0.0

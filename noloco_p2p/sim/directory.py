@@ -105,7 +105,9 @@ class SimDirectory:
         """
         self.dead = False
         """The node's process has crashed; nothing that its tasks still do has any effect."""
-        self._registry, self._me, self._exchange = registry, me, exchange
+        self._registry = registry
+        self._me = me
+        self._exchange = exchange
         self._last: tuple[Advert, float] | None = None
 
     async def announce(self, advert: Advert, ttl_s: float) -> None:

@@ -61,7 +61,9 @@ class LinearStage:
         """In the order of addition."""
         self.dropped: list[MicrobatchId] = []
         """Microbatches computed for the reply only, because their ids were already spent."""
-        self.version, self.inner_steps, self.most_graphs = 0, 0, 0
+        self.version = 0
+        self.inner_steps = 0
+        self.most_graphs = 0
         self._manifest, self._me = manifest, me
         self.places: int | None = None  # memory is not limited
         self._first, self._last = index == 0, index == manifest.stages - 1

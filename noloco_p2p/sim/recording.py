@@ -101,9 +101,11 @@ class WeightsChoice:
 
     def __init__(self, available: Callable[[], AvailableWeights], settled_s: float) -> None:
         """What was `available` when the node asked counts for `settled_s`, in which all answers have come."""
-        self._available, self._settled_s = available, settled_s
+        self._available = available
+        self._settled_s = settled_s
         self._seen: AvailableWeights | None = None
-        self._counts_until_s, self._fetching = 0.0, False
+        self._counts_until_s = 0.0
+        self._fetching = False
 
     def ask(self) -> None:
         """The node asks somebody. While weights travel, and once they have arrived, that is for another purpose."""
@@ -148,7 +150,8 @@ class RecordingStage(LinearStage):
 
     def __init__(self, manifest: RunManifest, index: int, me: PeerId, frozen: FrozenWeights) -> None:
         super().__init__(manifest, index, me)
-        self.peer, self.forwards = me, 0
+        self.peer = me
+        self.forwards = 0
         self.loaded: list[LoadedWeights] = []
         self.merged: list[MergedSnapshot] = []
         self.miscounted: list[str] = []

@@ -82,7 +82,8 @@ class SimTelemetry:
         """The node's process has crashed; nothing more is recorded."""
         self.own = Trace()
         """The events of this node only."""
-        self._trace, self._me = trace, me
+        self._trace = trace
+        self._me = me
         self._time = asyncio.get_running_loop().time
 
     def event(self, kind: str, /, **fields: object) -> None:

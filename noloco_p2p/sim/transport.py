@@ -51,7 +51,8 @@ class SimTransport:
     def __init__(self, network: Network, me: PeerId) -> None:
         self.dead = False
         """The node's process has crashed; nothing that its tasks still do has any effect."""
-        self._network, self._me = network, me
+        self._network = network
+        self._me = me
         self._warming: dict[PeerId, asyncio.Task[None]] = {}
         self.line = network.traffic.lines[me] = MeasuredLine()
         """See `ports.Transport`."""

@@ -48,7 +48,8 @@ class BaselineReplica:
     """
 
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:
-        self._manifest, self._device = manifest, device
+        self._manifest = manifest
+        self._device = device
         dtype = DTYPES[manifest.compute_dtype]
         whole = make_stage_module(model_family.checked_config(manifest), 0, 1, seed=manifest.seed, dtype=dtype)
         names = whole.layer_matrices() if manifest.inner.optimizer == "muon" else frozenset()

@@ -30,7 +30,10 @@ class ChurnWatch:
         self.crashes: list[str] = []
         self.too_late: list[str] = []
         """Nodes killed so shortly before the end that the others had left by the time they were back."""
-        self.over, self._fleet, self._steps, self._say = False, fleet, steps, say
+        self.over = False
+        self._fleet = fleet
+        self._steps = steps
+        self._say = say
         self._began = self._served_since = time.time()
         self._end_by: float | None = None
         self._reported: set[tuple[str, float]] = set()

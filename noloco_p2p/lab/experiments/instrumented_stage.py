@@ -79,7 +79,11 @@ class InstrumentedStage:
     """The synchronous stage of one replica with instruments. For every method see `ports.Stage`."""
 
     def __init__(self, stage: TorchStage, monitor: TrainingMonitor, me: PeerId) -> None:
-        self.stage, self._monitor, self._me, self._inner_steps, self._learning_rate = stage, monitor, me, 0, 0.0
+        self.stage = stage
+        self._monitor = monitor
+        self._me = me
+        self._inner_steps = 0
+        self._learning_rate = 0.0
         self._clean: list[torch.Tensor] = []
         """θ, while noise has been added to it."""
         # Calls that are not measured are passed on unchanged.

@@ -33,7 +33,9 @@ class StreamBatches:
     """The Batches port without a thread: `source` returns the microbatch at each position, from 0."""
 
     def __init__(self, source: Callable[[int], Batch], validation: Sequence[Batch]) -> None:
-        self._source, self._validation, self._position = source, validation, 0
+        self._source = source
+        self._validation = validation
+        self._position = 0
 
     async def next(self) -> Batch:
         """See `ports.Batches`."""
