@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_p2p"
-CODE_LINES = 32_342
+CODE_LINES = 32_377
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised by
 what a feature or a mended bug took, and by no more."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")

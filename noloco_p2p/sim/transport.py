@@ -101,7 +101,7 @@ class SimTransport:
         kind, wait_s = request.kind, request.wait_s
         connections = await self._connections(peer, kind, request.stage, expected)
 
-        async def invoke(handler: Handler, call: "SimCall[Snapshot]") -> Snapshot:
+        async def invoke(handler: Handler, call: SimCall[Snapshot]) -> Snapshot:
             snapshot = await handler.fetch_snapshot(self._me, request)
             began = asyncio.get_running_loop().time()
             await call.stream(kind, self._network.payload_bytes(kind, snapshot.tensors, request.stage), connections)
@@ -118,7 +118,7 @@ class SimTransport:
 
         connections = await self._connections(peer, "state", peer.stage, expected)
 
-        async def invoke(handler: Handler, call: "SimCall[ReplicaState]") -> ReplicaState:
+        async def invoke(handler: Handler, call: SimCall[ReplicaState]) -> ReplicaState:
             async with handler.lend_state(self._me, None) as state:
                 nbytes = self._network.payload_bytes("state", state.tensors, state.stage)
                 await call.stream("state", nbytes, connections)
@@ -135,7 +135,7 @@ class SimTransport:
     ) -> list[Progress | None]:
         """See `ports.Transport`."""
 
-        async def invoke(handler: Handler, call: "SimCall[list[Progress | None]]") -> list[Progress | None]:
+        async def invoke(handler: Handler, call: SimCall[list[Progress | None]]) -> list[Progress | None]:
             reports = handler.progress(self._me, microbatches)
             for place, microbatch in enumerate(microbatches):
                 replied = self._network.traffic.replied_bytes(peer.peer_id, self._me, microbatch)
@@ -153,7 +153,7 @@ class SimTransport:
     async def describe(self, peer: Advert) -> NodeDescription:
         """See `ports.Transport`."""
 
-        async def invoke(handler: Handler, call: "SimCall[NodeDescription]") -> NodeDescription:
+        async def invoke(handler: Handler, call: SimCall[NodeDescription]) -> NodeDescription:
             return handler.describe(self._me)
 
         began = asyncio.get_running_loop().time()
@@ -193,7 +193,7 @@ class SimTransport:
         if not claim.asked and nbytes <= wire.PACK_BYTES:
             self._network.traffic.depart(payload)
 
-        def invoke(handler: Handler, _: "SimCall[T]") -> "Coroutine[Any, Any, T]":
+        def invoke(handler: Handler, _: SimCall[T]) -> Coroutine[Any, Any, T]:
             body.latency_s = asyncio.get_running_loop().time() - began
             return method(handler)(self._me, sent.header, body)
 
